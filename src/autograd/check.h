@@ -1,0 +1,25 @@
+// Argument checks that the operators share.
+#pragma once
+
+#include <string_view>
+
+#include "autograd/variable.h"
+
+namespace fenwick::ops {
+
+// "[op] name has shape [..], expected [..]"
+inline void check_shape(std::string_view op, std::string_view name, const Variable& x, const Shape& expected) {
+    FENWICK_CHECK(x.defined(), "[{}] {} is missing", op, name);
+    FENWICK_CHECK(x.shape() == expected, "[{}] {} has shape {}, expected {}", op, name, to_string(x.shape()), to_string(expected));
+}
+inline void check_dtype(std::string_view op, std::string_view name, const Variable& x, DType expected) {
+    FENWICK_CHECK(x.dtype() == expected, "[{}] {} is {}, expected {}", op, name, name_of(x.dtype()), name_of(expected));
+}
+// x's leading dimensions with another last one.
+inline Shape with_columns(const Shape& shape, std::int64_t columns) {
+    Shape result = shape;
+    result.back() = columns;
+    return result;
+}
+
+}  // namespace fenwick::ops

@@ -1,0 +1,18 @@
+// Files on disk, written so that a crash or a full disk never leaves half a file under its final name.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace fenwick {
+
+std::string read_file(const std::string& path);  // throws Error "PATH: no such file" and the like
+
+// Writes to "<path>.tmp", syncs, renames over `path`, syncs the folder. On failure removes the temporary file and
+// throws Error with the system's reason ("No space left on device"); what stood at `path` before stays.
+void write_file_atomically(const std::string& path, std::string_view bytes);
+
+// The second half of the above for a file already written at `temporary` (an HDF5 checkpoint).
+void publish_file(const std::string& temporary, const std::string& path);
+
+}  // namespace fenwick

@@ -1,0 +1,22 @@
+// The CUDA half of base/memory.h: defined in memory_cuda.cpp, or, in a build without CUDA, in memory_stub.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/device.h"
+
+namespace fenwick {
+
+// Number of GPUs this process can use; 0 in a build without CUDA or without a driver. Never throws.
+int cuda_device_count();
+
+namespace detail {
+void* cuda_allocate(int device, std::size_t bytes);  // nullptr when out of memory
+void cuda_release(int device, void* data) noexcept;
+void cuda_fill(int device, void* data, std::uint8_t value, std::size_t bytes);
+void* cuda_stream(int device);  // the stream that work on this GPU is ordered on (a cudaStream_t)
+void cuda_copy(Device to_device, void* to, Device from_device, const void* from, std::size_t bytes);
+}  // namespace detail
+
+}  // namespace fenwick

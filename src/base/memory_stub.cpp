@@ -1,0 +1,21 @@
+// Stands in for memory_cuda.cpp in a build without CUDA.
+#include "base/memory_cuda.h"
+
+namespace fenwick {
+namespace {
+[[noreturn]] void no_cuda() {
+    fail("this program was built without CUDA; set device: cpu, or build with the CUDA Toolkit (cmake --preset cuda)");
+}
+}  // namespace
+
+int cuda_device_count() { return 0; }
+
+namespace detail {
+void* cuda_allocate(int, std::size_t) { no_cuda(); }
+void cuda_release(int, void*) noexcept {}
+void cuda_fill(int, void*, std::uint8_t, std::size_t) { no_cuda(); }
+void* cuda_stream(int) { no_cuda(); }
+void cuda_copy(Device, void*, Device, const void*, std::size_t) { no_cuda(); }
+}  // namespace detail
+
+}  // namespace fenwick

@@ -1,0 +1,63 @@
+// Stands in for the CUDA kernels in a build without CUDA: each throws by name.
+#include "kernels/causal_conv1d.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+#include "kernels/embedding.h"
+#include "kernels/gated_delta_rule.h"
+#include "kernels/gates.h"
+#include "kernels/gemm.h"
+#include "kernels/norm.h"
+#include "kernels/optimizer.h"
+#include "kernels/rope.h"
+#include "kernels/softmax_attention.h"
+#include "kernels/ssd.h"
+#include "kernels/swiglu.h"
+
+#define FENWICK_CUDA_STUB(name, Args)                                                                              \
+    void name(const Exec&, const Args&) {                                                                          \
+        fail("[" #name "] this program was built without CUDA; set device: cpu, or build with the CUDA Toolkit "   \
+             "(cmake --preset cuda)");                                                                             \
+    }
+
+namespace fenwick::kernels::cuda {
+
+FENWICK_CUDA_STUB(causal_conv1d_forward, CausalConv1d)
+FENWICK_CUDA_STUB(causal_conv1d_backward, CausalConv1dBackward)
+FENWICK_CUDA_STUB(cross_entropy, CrossEntropy)
+FENWICK_CUDA_STUB(sum, Sum)
+FENWICK_CUDA_STUB(axpby, Axpby)
+FENWICK_CUDA_STUB(add, Add)
+FENWICK_CUDA_STUB(fill, Fill)
+FENWICK_CUDA_STUB(scale_heads_forward, ScaleHeads)
+FENWICK_CUDA_STUB(scale_heads_backward, ScaleHeadsBackward)
+FENWICK_CUDA_STUB(head_skip_forward, HeadSkip)
+FENWICK_CUDA_STUB(head_skip_backward, HeadSkipBackward)
+FENWICK_CUDA_STUB(embedding_forward, Embedding)
+FENWICK_CUDA_STUB(embedding_backward, EmbeddingBackward)
+FENWICK_CUDA_STUB(gated_delta_rule_forward, GatedDeltaRule)
+FENWICK_CUDA_STUB(gated_delta_rule_backward, GatedDeltaRuleBackward)
+FENWICK_CUDA_STUB(gated_delta_rule_recurrent, GatedDeltaRuleRecurrent)
+FENWICK_CUDA_STUB(decay_gate_forward, DecayGate)
+FENWICK_CUDA_STUB(decay_gate_backward, DecayGateBackward)
+FENWICK_CUDA_STUB(level_scales_forward, LevelScales)
+FENWICK_CUDA_STUB(level_scales_backward, LevelScalesBackward)
+FENWICK_CUDA_STUB(sigmoid_forward, Sigmoid)
+FENWICK_CUDA_STUB(sigmoid_backward, SigmoidBackward)
+FENWICK_CUDA_STUB(gemm, Gemm)
+FENWICK_CUDA_STUB(rms_norm_forward, RmsNorm)
+FENWICK_CUDA_STUB(rms_norm_backward, RmsNormBackward)
+FENWICK_CUDA_STUB(l2norm_forward, L2Norm)
+FENWICK_CUDA_STUB(l2norm_backward, L2NormBackward)
+FENWICK_CUDA_STUB(adamw, AdamW)
+FENWICK_CUDA_STUB(sum_squares, SumSquares)
+FENWICK_CUDA_STUB(rope, Rope)
+FENWICK_CUDA_STUB(softmax_attention_forward, SoftmaxAttention)
+FENWICK_CUDA_STUB(softmax_attention_backward, SoftmaxAttentionBackward)
+FENWICK_CUDA_STUB(softmax_attention_cached, SoftmaxAttentionCached)
+FENWICK_CUDA_STUB(ssd_forward, Ssd)
+FENWICK_CUDA_STUB(ssd_backward, SsdBackward)
+FENWICK_CUDA_STUB(ssd_recurrent, SsdRecurrent)
+FENWICK_CUDA_STUB(swiglu_forward, Swiglu)
+FENWICK_CUDA_STUB(swiglu_backward, SwigluBackward)
+
+}  // namespace fenwick::kernels::cuda
