@@ -29,6 +29,7 @@ public:
         id_ = -1;
     }
     std::int64_t get() const { return id_; }
+    std::int64_t release() { return std::exchange(id_, -1); }  // the caller closes it
     explicit operator bool() const { return id_ >= 0; }
 
 private:

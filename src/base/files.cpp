@@ -1,0 +1,110 @@
+#include "base/files.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "base/error.h"
+
+namespace fenwick {
+namespace {
+
+// The system's reason for the last failed call.
+std::string reason() { return errno == ENOENT ? "no such file" : std::strerror(errno); }
+
+class Descriptor {
+public:
+    explicit Descriptor(int number) : number_(number) {}
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    ~Descriptor() {
+        if (number_ >= 0) ::close(number_);
+    }
+    int get() const { return number_; }
+    // Some file systems report a failed write only here.
+    bool close() { return ::close(std::exchange(number_, -1)) == 0; }
+
+private:
+    int number_;
+};
+
+// Removes the temporary file unless it has been published.
+class RemoveOnFailure {
+public:
+    explicit RemoveOnFailure(const std::string& path) : path_(path) {}
+    RemoveOnFailure(const RemoveOnFailure&) = delete;
+    RemoveOnFailure& operator=(const RemoveOnFailure&) = delete;
+    ~RemoveOnFailure() {
+        if (armed_) ::unlink(path_.c_str());
+    }
+    void disarm() { armed_ = false; }
+
+private:
+    const std::string& path_;
+    bool armed_ = true;
+};
+
+void sync_folder_of(const std::string& path) {
+    auto folder = std::filesystem::path(path).parent_path();
+    if (folder.empty()) folder = ".";
+    const Descriptor descriptor(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    // Folders that cannot be opened or synced (some network file systems) leave the rename to the system's own pace.
+    if (descriptor.get() < 0) return;
+    if (::fsync(descriptor.get()) != 0 && errno == EIO) fail("{}: cannot be synced: {}", folder.string(), reason());
+}
+
+}  // namespace
+
+std::string read_file(const std::string& path) {
+    const Descriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    FENWICK_CHECK(descriptor.get() >= 0, "{}: {}", path, reason());
+    struct stat status {};
+    FENWICK_CHECK(::fstat(descriptor.get(), &status) == 0, "{}: {}", path, reason());
+    FENWICK_CHECK(!S_ISDIR(status.st_mode), "{} is a folder; a file is needed", path);
+    std::string bytes;
+    if (S_ISREG(status.st_mode)) bytes.reserve(static_cast<std::size_t>(status.st_size));
+    char block[1 << 16];
+    while (true) {
+        const ssize_t count = ::read(descriptor.get(), block, sizeof(block));
+        if (count < 0 && errno == EINTR) continue;
+        FENWICK_CHECK(count >= 0, "{}: cannot be read: {}", path, reason());
+        if (count == 0) return bytes;
+        bytes.append(block, static_cast<std::size_t>(count));
+    }
+}
+
+void write_file_atomically(const std::string& path, std::string_view bytes) {
+    const std::string temporary = path + ".tmp";
+    Descriptor descriptor(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+    FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", path,
+                  errno == ENOENT ? "its folder does not exist" : reason());
+    RemoveOnFailure guard(temporary);
+    while (!bytes.empty()) {
+        const ssize_t count = ::write(descriptor.get(), bytes.data(), bytes.size());
+        if (count < 0 && errno == EINTR) continue;
+        FENWICK_CHECK(count >= 0, "{}: cannot be written: {}", path, reason());
+        bytes.remove_prefix(static_cast<std::size_t>(count));
+    }
+    FENWICK_CHECK(descriptor.close(), "{}: cannot be written: {}", path, reason());
+    publish_file(temporary, path);
+    guard.disarm();
+}
+
+void publish_file(const std::string& temporary, const std::string& path) {
+    RemoveOnFailure guard(temporary);
+    {
+        Descriptor descriptor(::open(temporary.c_str(), O_RDONLY | O_CLOEXEC));
+        FENWICK_CHECK(descriptor.get() >= 0, "{}: {}", temporary, reason());
+        FENWICK_CHECK(::fsync(descriptor.get()) == 0, "{}: cannot be synced to disk: {}", path, reason());
+    }
+    FENWICK_CHECK(::rename(temporary.c_str(), path.c_str()) == 0, "{}: cannot be put in place: {}", path, reason());
+    guard.disarm();
+    sync_folder_of(path);
+}
+
+}  // namespace fenwick

@@ -1,0 +1,569 @@
+#include "base/hdf5.h"
+
+#include <fcntl.h>
+#include <hdf5.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <type_traits>
+
+#include "base/error.h"
+
+namespace fenwick::hdf5 {
+namespace {
+
+static_assert(std::is_same_v<hid_t, std::int64_t> || sizeof(hid_t) == sizeof(std::int64_t));
+
+// The distributions' library is not thread-safe: one lock around every use of it. Recursive, because handles close
+// themselves while a method still holds it. Never destroyed, so that a static File may outlive everything.
+class Lock {
+public:
+    Lock() : guard_(mutex()) {
+        thread_local bool silenced = false;  // a thread-safe build keeps one error stack a thread
+        if (!silenced) {
+            H5open();
+            H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+            silenced = true;
+        }
+    }
+
+private:
+    static std::recursive_mutex& mutex() {
+        static auto* instance = new std::recursive_mutex;
+        return *instance;
+    }
+    std::lock_guard<std::recursive_mutex> guard_;
+};
+
+template <herr_t (*close)(hid_t)>
+int locked_close(std::int64_t id) {
+    const Lock lock;
+    return close(id);
+}
+Handle own_file(hid_t id) { return {id, locked_close<H5Fclose>}; }
+Handle own_dataset(hid_t id) { return {id, locked_close<H5Dclose>}; }
+Handle own_space(hid_t id) { return {id, locked_close<H5Sclose>}; }
+Handle own_type(hid_t id) { return {id, locked_close<H5Tclose>}; }
+Handle own_attribute(hid_t id) { return {id, locked_close<H5Aclose>}; }
+Handle own_properties(hid_t id) { return {id, locked_close<H5Pclose>}; }
+Handle own_object(hid_t id) { return {id, locked_close<H5Oclose>}; }
+Handle own_group(hid_t id) { return {id, locked_close<H5Gclose>}; }
+
+// The most telling line of the error stack: the system's reason where there is one, else the innermost description.
+std::string reason() {
+    std::string text;
+    H5Ewalk2(
+        H5E_DEFAULT, H5E_WALK_UPWARD,
+        [](unsigned, const H5E_error2_t* error, void* data) -> herr_t {
+            auto& result = *static_cast<std::string*>(data);
+            if (result.empty() && error->desc != nullptr) result = error->desc;
+            return 0;
+        },
+        &text);
+    H5Eclear2(H5E_DEFAULT);
+    // "file write failed: time = ..., errno = 28, error message = 'No space left on device', buf = ..."
+    constexpr std::string_view mark = "error message = '";
+    if (const auto begin = text.find(mark); begin != std::string::npos) {
+        const auto from = begin + mark.size();
+        text = text.substr(from, text.find('\'', from) - from);
+    }
+    return text.empty() ? "unknown HDF5 error" : text;
+}
+
+template <class Id>
+Id checked(Id result, std::string_view path, std::string_view action) {
+    if (result < 0) fail("{}: {}: {}", path, action, reason());
+    return result;
+}
+
+// Closes now and reports what the library could not write.
+void close_checked(Handle& handle, herr_t (*close)(hid_t), std::string_view path, std::string_view action) {
+    const hid_t id = handle.release();
+    checked(close(id), path, action);
+}
+
+template <class T>
+hid_t native_type() {
+    if constexpr (std::is_same_v<T, float>) return H5T_NATIVE_FLOAT;
+    if constexpr (std::is_same_v<T, double>) return H5T_NATIVE_DOUBLE;
+    if constexpr (std::is_same_v<T, std::int64_t>) return H5T_NATIVE_INT64;
+    if constexpr (std::is_same_v<T, std::int32_t>) return H5T_NATIVE_INT32;
+    if constexpr (std::is_same_v<T, std::uint16_t>) return H5T_NATIVE_UINT16;
+    if constexpr (std::is_same_v<T, std::uint32_t>) return H5T_NATIVE_UINT32;
+    if constexpr (std::is_same_v<T, std::uint64_t>) return H5T_NATIVE_UINT64;
+    if constexpr (std::is_same_v<T, std::uint8_t>) return H5T_NATIVE_UINT8;
+}
+
+bool is_integer(hid_t type) { return H5Tget_class(type) == H5T_INTEGER; }
+bool is_number(hid_t type) { return is_integer(type) || H5Tget_class(type) == H5T_FLOAT; }
+
+ElementType element_type_of(hid_t type) {
+    const std::size_t size = H5Tget_size(type);
+    if (H5Tget_class(type) == H5T_FLOAT)
+        return size == 4 ? ElementType::float32 : size == 8 ? ElementType::float64 : ElementType::other;
+    if (!is_integer(type)) return ElementType::other;
+    if (H5Tget_sign(type) == H5T_SGN_NONE) {
+        switch (size) {
+            case 1: return ElementType::uint8;
+            case 2: return ElementType::uint16;
+            case 4: return ElementType::uint32;
+            case 8: return ElementType::uint64;
+            default: return ElementType::other;
+        }
+    }
+    return size == 4 ? ElementType::int32 : size == 8 ? ElementType::int64 : ElementType::other;
+}
+
+// Conversion to integers: a value that does not fit ends the read instead of being clipped.
+H5T_conv_ret_t refuse_out_of_range(H5T_conv_except_t exception, hid_t, hid_t, void*, void*, void*) {
+    return exception == H5T_CONV_EXCEPT_RANGE_HI || exception == H5T_CONV_EXCEPT_RANGE_LOW ? H5T_CONV_ABORT
+                                                                                             : H5T_CONV_UNHANDLED;
+}
+
+Handle transfer_properties(hid_t memory_type, std::string_view path) {
+    Handle properties = own_properties(checked(H5Pcreate(H5P_DATASET_XFER), path, "H5Pcreate"));
+    if (is_integer(memory_type))
+        checked(H5Pset_type_conv_cb(properties.get(), refuse_out_of_range, nullptr), path, "H5Pset_type_conv_cb");
+    return properties;
+}
+
+// Intermediate groups are made; no times are kept, so that the same contents give the same bytes.
+Handle link_properties(std::string_view path) {
+    Handle properties = own_properties(checked(H5Pcreate(H5P_LINK_CREATE), path, "H5Pcreate"));
+    checked(H5Pset_create_intermediate_group(properties.get(), 1), path, "H5Pset_create_intermediate_group");
+    return properties;
+}
+
+Handle dataset_properties(std::string_view path) {
+    Handle properties = own_properties(checked(H5Pcreate(H5P_DATASET_CREATE), path, "H5Pcreate"));
+    checked(H5Pset_obj_track_times(properties.get(), false), path, "H5Pset_obj_track_times");
+    checked(H5Pset_fill_time(properties.get(), H5D_FILL_TIME_NEVER), path, "H5Pset_fill_time");
+    return properties;
+}
+
+Handle access_properties(std::string_view path) {
+    Handle properties = own_properties(checked(H5Pcreate(H5P_FILE_ACCESS), path, "H5Pcreate"));
+    checked(H5Pset_fclose_degree(properties.get(), H5F_CLOSE_STRONG), path, "H5Pset_fclose_degree");
+    // Locks, except where the file system has none.
+    checked(H5Pset_file_locking(properties.get(), true, true), path, "H5Pset_file_locking");
+    return properties;
+}
+
+std::string shape_text(const std::vector<std::int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+
+std::vector<std::int64_t> shape_of(hid_t dataset, std::string_view path) {
+    const Handle space = own_space(checked(H5Dget_space(dataset), path, "H5Dget_space"));
+    const H5S_class_t kind = H5Sget_simple_extent_type(space.get());
+    if (kind == H5S_NULL) return {0};
+    const int rank = checked(H5Sget_simple_extent_ndims(space.get()), path, "H5Sget_simple_extent_ndims");
+    std::vector<hsize_t> sizes(static_cast<std::size_t>(rank));
+    if (rank > 0) checked(H5Sget_simple_extent_dims(space.get(), sizes.data(), nullptr), path, "H5Sget_simple_extent_dims");
+    return {sizes.begin(), sizes.end()};
+}
+
+bool exists_in(hid_t file, const std::string& name) {
+    if (name.empty() || name == "/") return true;
+    // H5Lexists needs every part of the way to exist, so ask part by part.
+    for (std::size_t end = name.find('/', 1); end != std::string::npos; end = name.find('/', end + 1))
+        if (H5Lexists(file, name.substr(0, end).c_str(), H5P_DEFAULT) <= 0) return H5Eclear2(H5E_DEFAULT), false;
+    const bool found = H5Lexists(file, name.c_str(), H5P_DEFAULT) > 0 && H5Oexists_by_name(file, name.c_str(), H5P_DEFAULT) > 0;
+    H5Eclear2(H5E_DEFAULT);
+    return found;
+}
+
+Handle open_object(hid_t file, const std::string& name, std::string_view path) {
+    FENWICK_CHECK(exists_in(file, name), "{}: object '{}' is missing", path, name);
+    return own_object(checked(H5Oopen(file, name.c_str(), H5P_DEFAULT), path, fmt::format("object '{}' cannot be opened", name)));
+}
+
+bool is_dataset_in(hid_t file, const std::string& name) {
+    if (!exists_in(file, name)) return false;
+    const Handle object = own_object(H5Oopen(file, name.c_str(), H5P_DEFAULT));
+    return object && H5Iget_type(object.get()) == H5I_DATASET;
+}
+
+Handle open_dataset(hid_t file, const std::string& name, std::string_view path) {
+    FENWICK_CHECK(exists_in(file, name), "{}: dataset '{}' is missing", path, name);
+    FENWICK_CHECK(is_dataset_in(file, name), "{}: '{}' is a group; a dataset is needed", path, name);
+    return own_dataset(
+        checked(H5Dopen2(file, name.c_str(), H5P_DEFAULT), path, fmt::format("dataset '{}' cannot be opened", name)));
+}
+
+std::int64_t file_bytes(const std::string& path) {
+    struct stat status {};
+    return ::stat(path.c_str(), &status) == 0 ? static_cast<std::int64_t>(status.st_size) : 0;
+}
+
+// The type of the file's elements can become `memory_type`: numbers any floating type, integers alone an integer.
+void check_readable_as(hid_t dataset, hid_t memory_type, const std::string& name, std::string_view path) {
+    const Handle type = own_type(checked(H5Dget_type(dataset), path, "H5Dget_type"));
+    FENWICK_CHECK(is_integer(memory_type) ? is_integer(type.get()) : is_number(type.get()),
+                  "{}: dataset '{}' does not hold {}", path, name, is_integer(memory_type) ? "integers" : "numbers");
+}
+
+void read_all(hid_t file, const std::string& name, hid_t memory_type, void* out, std::int64_t count, const std::string& path) {
+    const Handle dataset = open_dataset(file, name, path);
+    check_readable_as(dataset.get(), memory_type, name, path);
+    const DatasetInfo info{ElementType::other, shape_of(dataset.get(), path)};
+    FENWICK_CHECK(info.count() == count, "{}: dataset '{}' has {} elements (shape {}); {} are needed", path, name, info.count(),
+                  shape_text(info.shape), count);
+    if (count == 0) return;
+    const Handle transfer = transfer_properties(memory_type, path);
+    checked(H5Dread(dataset.get(), memory_type, H5S_ALL, H5S_ALL, transfer.get(), out), path,
+            fmt::format("dataset '{}' cannot be read", name));
+}
+
+void read_part(hid_t file, const std::string& name, hid_t memory_type, void* out, std::int64_t offset, std::int64_t count,
+               const std::string& path) {
+    const Handle dataset = open_dataset(file, name, path);
+    check_readable_as(dataset.get(), memory_type, name, path);
+    const auto shape = shape_of(dataset.get(), path);
+    FENWICK_CHECK(shape.size() == 1, "{}: dataset '{}' has shape {}; one dimension is needed", path, name, shape_text(shape));
+    FENWICK_CHECK(offset >= 0 && count >= 0 && offset <= shape[0] && count <= shape[0] - offset,
+                  "{}: elements [{}, {}) of dataset '{}' are asked for, it has {}", path, offset, offset + count, name, shape[0]);
+    if (count == 0) return;
+    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path, "H5Dget_space"));
+    const hsize_t start = static_cast<hsize_t>(offset), size = static_cast<hsize_t>(count);
+    checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, "H5Sselect_hyperslab");
+    const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, "H5Screate_simple"));
+    const Handle transfer = transfer_properties(memory_type, path);
+    checked(H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out), path,
+            fmt::format("dataset '{}' cannot be read", name));
+}
+
+void write_all(hid_t file, const std::string& name, hid_t type, const void* data, const std::vector<std::int64_t>& shape,
+               const std::string& path) {
+    const std::string action = fmt::format("dataset '{}' cannot be written", name);
+    FENWICK_CHECK(!exists_in(file, name), "{}: '{}' exists already", path, name);
+    const std::vector<hsize_t> sizes(shape.begin(), shape.end());
+    const Handle space = own_space(
+        checked(sizes.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(sizes.size()), sizes.data(), nullptr),
+                path, action));
+    const Handle links = link_properties(path), properties = dataset_properties(path);
+    Handle dataset = own_dataset(
+        checked(H5Dcreate2(file, name.c_str(), type, space.get(), links.get(), properties.get(), H5P_DEFAULT), path, action));
+    if (DatasetInfo{ElementType::other, shape}.count() > 0)
+        checked(H5Dwrite(dataset.get(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data), path, action);
+    close_checked(dataset, H5Dclose, path, action);
+}
+
+void create_growing(hid_t file, const std::string& name, hid_t type, std::int64_t chunk, int deflate, const std::string& path) {
+    const std::string action = fmt::format("dataset '{}' cannot be created", name);
+    FENWICK_CHECK(!exists_in(file, name), "{}: '{}' exists already", path, name);
+    FENWICK_CHECK(chunk >= 1 && deflate >= 0 && deflate <= 9,
+                  "{}: dataset '{}': chunk {} and deflate {} are asked for; at least 1 and 0 to 9 are needed", path, name, chunk,
+                  deflate);
+    const hsize_t size = 0, limit = H5S_UNLIMITED, chunk_size = static_cast<hsize_t>(chunk);
+    const Handle space = own_space(checked(H5Screate_simple(1, &size, &limit), path, action));
+    const Handle links = link_properties(path), properties = dataset_properties(path);
+    checked(H5Pset_chunk(properties.get(), 1, &chunk_size), path, action);
+    if (deflate > 0) {
+        checked(H5Pset_shuffle(properties.get()), path, action);
+        checked(H5Pset_deflate(properties.get(), static_cast<unsigned>(deflate)), path, action);
+    }
+    Handle dataset = own_dataset(
+        checked(H5Dcreate2(file, name.c_str(), type, space.get(), links.get(), properties.get(), H5P_DEFAULT), path, action));
+    close_checked(dataset, H5Dclose, path, action);
+}
+
+void append_to(hid_t file, const std::string& name, hid_t type, const void* data, std::int64_t count, const std::string& path) {
+    if (count == 0) return;
+    const std::string action = fmt::format("dataset '{}' cannot be written", name);
+    Handle dataset = open_dataset(file, name, path);
+    const auto shape = shape_of(dataset.get(), path);
+    FENWICK_CHECK(shape.size() == 1, "{}: dataset '{}' has shape {}; one dimension is needed", path, name, shape_text(shape));
+    const hsize_t start = static_cast<hsize_t>(shape[0]), size = static_cast<hsize_t>(count), end = start + size;
+    checked(H5Dset_extent(dataset.get(), &end), path, action);
+    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path, action));
+    checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, action);
+    const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, action));
+    checked(H5Dwrite(dataset.get(), type, memory.get(), space.get(), H5P_DEFAULT, data), path, action);
+    close_checked(dataset, H5Dclose, path, action);
+}
+
+Handle open_attribute(hid_t object, const std::string& object_name, const std::string& name, std::string_view path) {
+    FENWICK_CHECK(H5Aexists(object, name.c_str()) > 0, "{}: attribute '{}' of '{}' is missing", path, name, object_name);
+    return own_attribute(checked(H5Aopen(object, name.c_str(), H5P_DEFAULT), path,
+                                 fmt::format("attribute '{}' of '{}' cannot be opened", name, object_name)));
+}
+
+// One number; `memory_type` says which.
+void read_number_attribute(hid_t file, const std::string& object_name, const std::string& name, hid_t memory_type, void* out,
+                           const std::string& path) {
+    const Handle object = open_object(file, object_name, path);
+    const Handle attribute = open_attribute(object.get(), object_name, name, path);
+    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path, "H5Aget_type"));
+    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path, "H5Aget_space"));
+    FENWICK_CHECK((is_integer(memory_type) ? is_integer(type.get()) : is_number(type.get())) &&
+                      H5Sget_simple_extent_npoints(space.get()) == 1,
+                  "{}: attribute '{}' of '{}' is not one {}", path, name, object_name,
+                  is_integer(memory_type) ? "integer" : "number");
+    checked(H5Aread(attribute.get(), memory_type, out), path, fmt::format("attribute '{}' cannot be read", name));
+}
+
+void write_attribute(hid_t file, const std::string& object_name, const std::string& name, hid_t type, const void* data,
+                     const std::string& path) {
+    const std::string action = fmt::format("attribute '{}' of '{}' cannot be written", name, object_name);
+    const Handle object = open_object(file, object_name, path);
+    if (H5Aexists(object.get(), name.c_str()) > 0) checked(H5Adelete(object.get(), name.c_str()), path, action);
+    const Handle space = own_space(checked(H5Screate(H5S_SCALAR), path, action));
+    Handle attribute =
+        own_attribute(checked(H5Acreate2(object.get(), name.c_str(), type, space.get(), H5P_DEFAULT, H5P_DEFAULT), path, action));
+    checked(H5Awrite(attribute.get(), type, data), path, action);
+    close_checked(attribute, H5Aclose, path, action);
+}
+
+std::vector<std::string> children(hid_t file, const std::string& group_name, std::string_view path) {
+    FENWICK_CHECK(exists_in(file, group_name), "{}: group '{}' is missing", path, group_name);
+    const Handle group = own_group(
+        checked(H5Gopen2(file, group_name.empty() ? "/" : group_name.c_str(), H5P_DEFAULT), path,
+                fmt::format("'{}' is not a group", group_name)));
+    H5G_info_t info;
+    checked(H5Gget_info(group.get(), &info), path, "H5Gget_info");
+    std::vector<std::string> names;
+    for (hsize_t i = 0; i < info.nlinks; ++i) {
+        const ssize_t length =
+            checked(H5Lget_name_by_idx(group.get(), ".", H5_INDEX_NAME, H5_ITER_INC, i, nullptr, 0, H5P_DEFAULT), path,
+                    "H5Lget_name_by_idx");
+        std::string name(static_cast<std::size_t>(length) + 1, '\0');
+        checked(H5Lget_name_by_idx(group.get(), ".", H5_INDEX_NAME, H5_ITER_INC, i, name.data(), name.size(), H5P_DEFAULT), path,
+                "H5Lget_name_by_idx");
+        name.pop_back();
+        names.push_back(std::move(name));
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
+void collect_datasets(hid_t file, const std::string& group, const std::string& prefix, int depth, std::vector<std::string>& found,
+                      std::string_view path) {
+    FENWICK_CHECK(depth < 64, "{}: groups are nested more than 64 deep (a link that points back?)", path);
+    for (const std::string& name : children(file, group, path)) {
+        const std::string full = group.empty() || group == "/" ? name : group + "/" + name;
+        if (!exists_in(file, full)) continue;  // a link to nowhere
+        if (is_dataset_in(file, full))
+            found.push_back(prefix + name);
+        else
+            collect_datasets(file, full, prefix + name + "/", depth + 1, found, path);
+    }
+}
+
+Handle open_file(const std::string& path, unsigned flags) {
+    const int descriptor = ::open(path.c_str(), (flags == H5F_ACC_RDONLY ? O_RDONLY : O_RDWR) | O_CLOEXEC);
+    FENWICK_CHECK(descriptor >= 0, "{}: {}", path, errno == ENOENT ? "no such file" : std::strerror(errno));
+    struct stat status {};
+    const bool is_folder = ::fstat(descriptor, &status) == 0 && S_ISDIR(status.st_mode);
+    ::close(descriptor);
+    FENWICK_CHECK(!is_folder, "{} is a folder; an HDF5 file is needed", path);
+    const htri_t is_hdf5 = H5Fis_hdf5(path.c_str());
+    H5Eclear2(H5E_DEFAULT);
+    FENWICK_CHECK(is_hdf5 > 0, "{} is not an HDF5 file", path);
+    const Handle access = access_properties(path);
+    return own_file(checked(H5Fopen(path.c_str(), flags, access.get()), path, "damaged HDF5 file"));
+}
+
+}  // namespace
+
+std::int64_t DatasetInfo::count() const {
+    std::int64_t product = 1;
+    for (const std::int64_t size : shape)
+        if (size < 0 || __builtin_mul_overflow(product, size, &product)) fail("shape {} overflows 64 bits", shape_text(shape));
+    return product;
+}
+
+File File::open(const std::string& path) {
+    const Lock lock;
+    return {path, open_file(path, H5F_ACC_RDONLY)};
+}
+
+File File::open_append(const std::string& path) {
+    const Lock lock;
+    return {path, open_file(path, H5F_ACC_RDWR)};
+}
+
+File File::create(const std::string& path) {
+    const Lock lock;
+    const Handle access = access_properties(path);
+    return {path, own_file(checked(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access.get()), path, "cannot be created"))};
+}
+
+bool File::exists(const std::string& name) const {
+    const Lock lock;
+    return exists_in(file_.get(), name);
+}
+
+bool File::is_dataset(const std::string& name) const {
+    const Lock lock;
+    return is_dataset_in(file_.get(), name);
+}
+
+std::vector<std::string> File::list(const std::string& group) const {
+    const Lock lock;
+    return children(file_.get(), group, path_);
+}
+
+std::vector<std::string> File::all_datasets(const std::string& group) const {
+    const Lock lock;
+    std::vector<std::string> found;
+    collect_datasets(file_.get(), group, "", 0, found, path_);
+    std::sort(found.begin(), found.end());
+    return found;
+}
+
+void File::create_group(const std::string& name) {
+    const Lock lock;
+    if (exists_in(file_.get(), name)) return;
+    const Handle links = link_properties(path_);
+    const std::string action = fmt::format("group '{}' cannot be created", name);
+    Handle group =
+        own_group(checked(H5Gcreate2(file_.get(), name.c_str(), links.get(), H5P_DEFAULT, H5P_DEFAULT), path_, action));
+    close_checked(group, H5Gclose, path_, action);
+}
+
+DatasetInfo File::info(const std::string& name) const {
+    const Lock lock;
+    const Handle dataset = open_dataset(file_.get(), name, path_);
+    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, "H5Dget_type"));
+    return {element_type_of(type.get()), shape_of(dataset.get(), path_)};
+}
+
+template <class T>
+std::vector<T> File::read(const std::string& name) const {
+    const Lock lock;
+    const DatasetInfo found = info(name);
+    // A damaged header can claim any size: believe no more than deflate could have packed into the file.
+    const std::int64_t count = found.count(), most = (64 << 20) + 1100 * file_bytes(path_);
+    FENWICK_CHECK(count <= most / static_cast<std::int64_t>(sizeof(T)), "{}: dataset '{}' claims shape {}, more than the file can hold",
+                  path_, name, shape_text(found.shape));
+    std::vector<T> values(static_cast<std::size_t>(count));
+    read_all(file_.get(), name, native_type<T>(), values.data(), count, path_);
+    return values;
+}
+
+template <class T>
+void File::read_into(const std::string& name, T* out, std::int64_t expected_count) const {
+    const Lock lock;
+    read_all(file_.get(), name, native_type<T>(), out, expected_count, path_);
+}
+
+template <class T>
+void File::read_slice(const std::string& name, std::int64_t offset, std::int64_t count, T* out) const {
+    const Lock lock;
+    read_part(file_.get(), name, native_type<T>(), out, offset, count, path_);
+}
+
+template <class T>
+void File::write(const std::string& name, const T* data, const std::vector<std::int64_t>& shape) {
+    const Lock lock;
+    write_all(file_.get(), name, native_type<T>(), data, shape, path_);
+}
+
+template <class T>
+void File::create_appendable(const std::string& name, std::int64_t chunk, int deflate) {
+    const Lock lock;
+    create_growing(file_.get(), name, native_type<T>(), chunk, deflate, path_);
+}
+
+template <class T>
+void File::append(const std::string& name, const T* data, std::int64_t count) {
+    const Lock lock;
+    append_to(file_.get(), name, native_type<T>(), data, count, path_);
+}
+
+#define FENWICK_HDF5_TYPE(T)                                                                            \
+    template std::vector<T> File::read<T>(const std::string&) const;                                   \
+    template void File::read_into<T>(const std::string&, T*, std::int64_t) const;                      \
+    template void File::read_slice<T>(const std::string&, std::int64_t, std::int64_t, T*) const;       \
+    template void File::write<T>(const std::string&, const T*, const std::vector<std::int64_t>&);      \
+    template void File::create_appendable<T>(const std::string&, std::int64_t, int);                   \
+    template void File::append<T>(const std::string&, const T*, std::int64_t)
+FENWICK_HDF5_TYPE(float);
+FENWICK_HDF5_TYPE(double);
+FENWICK_HDF5_TYPE(std::int64_t);
+FENWICK_HDF5_TYPE(std::int32_t);
+FENWICK_HDF5_TYPE(std::uint16_t);
+FENWICK_HDF5_TYPE(std::uint32_t);
+FENWICK_HDF5_TYPE(std::uint64_t);
+FENWICK_HDF5_TYPE(std::uint8_t);
+#undef FENWICK_HDF5_TYPE
+
+bool File::has_attribute(const std::string& object, const std::string& name) const {
+    const Lock lock;
+    if (!exists_in(file_.get(), object)) return false;
+    const Handle opened = open_object(file_.get(), object, path_);
+    return H5Aexists(opened.get(), name.c_str()) > 0;
+}
+
+std::string File::attribute_string(const std::string& object, const std::string& name) const {
+    const Lock lock;
+    const Handle opened = open_object(file_.get(), object, path_);
+    const Handle attribute = open_attribute(opened.get(), object, name, path_);
+    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path_, "H5Aget_type"));
+    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path_, "H5Aget_space"));
+    FENWICK_CHECK(H5Tget_class(type.get()) == H5T_STRING && H5Sget_simple_extent_npoints(space.get()) == 1,
+                  "{}: attribute '{}' of '{}' is not one string", path_, name, object);
+    const std::string action = fmt::format("attribute '{}' of '{}' cannot be read", name, object);
+    if (H5Tis_variable_str(type.get()) > 0) {  // as h5py writes them
+        char* text = nullptr;
+        checked(H5Aread(attribute.get(), type.get(), &text), path_, action);
+        const std::string value = text != nullptr ? text : "";
+        H5free_memory(text);
+        return value;
+    }
+    std::string value(H5Tget_size(type.get()), '\0');
+    checked(H5Aread(attribute.get(), type.get(), value.data()), path_, action);
+    value.resize(value.find_last_not_of('\0') + 1);  // the padding
+    return value;
+}
+
+std::int64_t File::attribute_int(const std::string& object, const std::string& name) const {
+    const Lock lock;
+    std::int64_t value = 0;
+    read_number_attribute(file_.get(), object, name, H5T_NATIVE_INT64, &value, path_);
+    return value;
+}
+
+double File::attribute_double(const std::string& object, const std::string& name) const {
+    const Lock lock;
+    double value = 0;
+    read_number_attribute(file_.get(), object, name, H5T_NATIVE_DOUBLE, &value, path_);
+    return value;
+}
+
+void File::set_attribute(const std::string& object, const std::string& name, std::string_view value) {
+    const Lock lock;
+    FENWICK_CHECK(value.size() < 64000, "{}: attribute '{}' of '{}' has {} bytes; HDF5 holds less than 64 KB in an attribute, "
+                  "write a dataset", path_, name, object, value.size());
+    const Handle type = own_type(checked(H5Tcopy(H5T_C_S1), path_, "H5Tcopy"));
+    checked(H5Tset_size(type.get(), std::max<std::size_t>(value.size(), 1)), path_, "H5Tset_size");
+    checked(H5Tset_strpad(type.get(), H5T_STR_NULLPAD), path_, "H5Tset_strpad");
+    checked(H5Tset_cset(type.get(), H5T_CSET_UTF8), path_, "H5Tset_cset");
+    write_attribute(file_.get(), object, name, type.get(), value.empty() ? "" : value.data(), path_);
+}
+
+void File::set_attribute(const std::string& object, const std::string& name, std::int64_t value) {
+    const Lock lock;
+    write_attribute(file_.get(), object, name, H5T_NATIVE_INT64, &value, path_);
+}
+
+void File::set_attribute(const std::string& object, const std::string& name, double value) {
+    const Lock lock;
+    write_attribute(file_.get(), object, name, H5T_NATIVE_DOUBLE, &value, path_);
+}
+
+void File::flush() {
+    const Lock lock;
+    checked(H5Fflush(file_.get(), H5F_SCOPE_GLOBAL), path_, "cannot be written");
+}
+
+void File::close() {
+    if (!file_) return;
+    const Lock lock;
+    close_checked(file_, H5Fclose, path_, "cannot be written");
+}
+
+}  // namespace fenwick::hdf5

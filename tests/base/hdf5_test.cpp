@@ -1,0 +1,270 @@
+#include "base/hdf5.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <thread>
+
+#include "base/error.h"
+#include "support/temporary_folder.h"
+
+namespace fenwick {
+namespace {
+
+using hdf5::ElementType;
+using hdf5::File;
+using test::error_of;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+template <class T>
+class Hdf5Types : public testing::Test {};
+using Types = testing::Types<float, double, std::int64_t, std::int32_t, std::uint16_t, std::uint32_t, std::uint64_t, std::uint8_t>;
+TYPED_TEST_SUITE(Hdf5Types, Types);
+
+TYPED_TEST(Hdf5Types, RoundTrip) {
+    test::TemporaryFolder folder;
+    std::vector<TypeParam> values(24);
+    std::iota(values.begin(), values.end(), TypeParam{1});
+    values.back() = std::numeric_limits<TypeParam>::max();
+    {
+        File file = File::create(folder / "a.h5");
+        file.write("x/y/values", values.data(), {2, 3, 4});
+        file.create_appendable<TypeParam>("growing", 5, 6);
+        file.append("growing", values.data(), 7);
+        file.append("growing", values.data() + 7, 17);
+        file.close();
+    }
+    const File file = File::open(folder / "a.h5");
+    EXPECT_EQ(file.info("x/y/values").shape, (std::vector<std::int64_t>{2, 3, 4}));
+    EXPECT_EQ(file.info("x/y/values").count(), 24);
+    EXPECT_NE(file.info("x/y/values").type, ElementType::other);
+    EXPECT_EQ(file.info("growing").type, file.info("x/y/values").type);
+    EXPECT_EQ(file.read<TypeParam>("x/y/values"), values);
+    EXPECT_EQ(file.read<TypeParam>("growing"), values);
+    std::vector<TypeParam> part(4);
+    file.read_slice("growing", 6, 4, part.data());
+    EXPECT_EQ(part, std::vector<TypeParam>(values.begin() + 6, values.begin() + 10));
+    std::vector<TypeParam> whole(24);
+    file.read_into("x/y/values", whole.data(), 24);
+    EXPECT_EQ(whole, values);
+}
+
+TEST(Hdf5, EmptyAndScalarDatasets) {
+    test::TemporaryFolder folder;
+    const double number = 2.5;
+    {
+        File file = File::create(folder / "a.h5");
+        file.write<double>("empty", nullptr, {0, 3});
+        file.write("scalar", &number, {});
+        file.create_appendable<double>("nothing", 8, 0);
+        file.append<double>("nothing", nullptr, 0);
+        file.close();
+    }
+    const File file = File::open(folder / "a.h5");
+    EXPECT_TRUE(file.read<double>("empty").empty());
+    EXPECT_TRUE(file.read<double>("nothing").empty());
+    EXPECT_THAT(file.read<double>("scalar"), ElementsAre(2.5));
+    EXPECT_TRUE(file.info("scalar").shape.empty());
+}
+
+TEST(Hdf5, ConvertsNumbersAndRefusesWhatDoesNotFit) {
+    test::TemporaryFolder folder;
+    const std::int64_t large[] = {1, 70000};
+    const double real[] = {1.5, 2.5};
+    {
+        File file = File::create(folder / "a.h5");
+        file.write("large", large, {2});
+        file.write("real", real, {2});
+        file.close();
+    }
+    const File file = File::open(folder / "a.h5");
+    EXPECT_THAT(file.read<std::int32_t>("large"), ElementsAre(1, 70000));
+    EXPECT_THAT(file.read<double>("large"), ElementsAre(1.0, 70000.0));
+    EXPECT_THAT(file.read<float>("real"), ElementsAre(1.5f, 2.5f));
+    EXPECT_THAT(error_of([&] { file.read<std::uint16_t>("large"); }), HasSubstr("dataset 'large' cannot be read"));
+    EXPECT_THAT(error_of([&] { file.read<std::int64_t>("real"); }), HasSubstr("dataset 'real' does not hold integers"));
+}
+
+TEST(Hdf5, NamesGroupsAndLists) {
+    test::TemporaryFolder folder;
+    const std::uint8_t byte = 1;
+    File file = File::create(folder / "a.h5");
+    file.write("b/z", &byte, {1});
+    file.write("b/a/deep", &byte, {1});
+    file.write("a", &byte, {1});
+    file.create_group("empty/inner");
+    file.create_group("empty/inner");
+    EXPECT_TRUE(file.exists("b"));
+    EXPECT_TRUE(file.exists("/"));
+    EXPECT_TRUE(file.exists("b/a/deep"));
+    EXPECT_FALSE(file.exists("b/q/deep"));
+    EXPECT_FALSE(file.exists("a/deep"));
+    EXPECT_TRUE(file.is_dataset("b/z"));
+    EXPECT_FALSE(file.is_dataset("b"));
+    EXPECT_THAT(file.list("/"), ElementsAre("a", "b", "empty"));
+    EXPECT_THAT(file.list("b"), ElementsAre("a", "z"));
+    EXPECT_THAT(file.all_datasets("b"), ElementsAre("a/deep", "z"));
+    EXPECT_THAT(file.all_datasets("/"), ElementsAre("a", "b/a/deep", "b/z"));
+    EXPECT_THAT(error_of([&] { file.write("a", &byte, {1}); }), HasSubstr("'a' exists already"));
+}
+
+TEST(Hdf5, Attributes) {
+    test::TemporaryFolder folder;
+    {
+        File file = File::create(folder / "a.h5");
+        file.create_group("g");
+        file.set_attribute("/", "text", std::string_view("naïve"));
+        file.set_attribute("/", "text", std::string_view("longer than before"));
+        file.set_attribute("/", "empty", std::string_view(""));
+        file.set_attribute("g", "count", std::int64_t{1} << 60);
+        file.set_attribute("g", "rate", 0.1);
+        EXPECT_THAT(error_of([&] { file.set_attribute("/", "big", std::string(70000, 'x')); }), HasSubstr("write a dataset"));
+        file.close();
+    }
+    const File file = File::open(folder / "a.h5");
+    EXPECT_EQ(file.attribute_string("/", "text"), "longer than before");
+    EXPECT_EQ(file.attribute_string("/", "empty"), "");
+    EXPECT_EQ(file.attribute_int("g", "count"), std::int64_t{1} << 60);
+    EXPECT_EQ(file.attribute_double("g", "rate"), 0.1);
+    EXPECT_EQ(file.attribute_double("g", "count"), 0x1p60);
+    EXPECT_TRUE(file.has_attribute("g", "rate"));
+    EXPECT_FALSE(file.has_attribute("g", "text"));
+    EXPECT_FALSE(file.has_attribute("nowhere", "text"));
+    EXPECT_EQ(error_of([&] { file.attribute_string("g", "no"); }), file.path() + ": attribute 'no' of 'g' is missing");
+    EXPECT_THAT(error_of([&] { file.attribute_int("/", "text"); }), HasSubstr("is not one integer"));
+    EXPECT_THAT(error_of([&] { file.attribute_int("g", "rate"); }), HasSubstr("is not one integer"));
+    EXPECT_THAT(error_of([&] { file.attribute_string("g", "rate"); }), HasSubstr("is not one string"));
+}
+
+TEST(Hdf5, SaysWhatIsWrongWithAFile) {
+    test::TemporaryFolder folder;
+    const std::string path = folder / "a.h5", text = folder / "text.h5", none = folder / "none.h5", empty = folder / "empty.h5";
+    EXPECT_EQ(error_of([&] { File::open(none); }), none + ": no such file");
+    test::write_text(text, "not at all\n");
+    EXPECT_EQ(error_of([&] { File::open(text); }), text + " is not an HDF5 file");
+    test::write_text(empty, "");
+    EXPECT_EQ(error_of([&] { File::open(empty); }), empty + " is not an HDF5 file");
+    EXPECT_EQ(error_of([&] { File::open(folder.path()); }), folder.path() + " is a folder; an HDF5 file is needed");
+    EXPECT_THAT(error_of([&] { File::create(folder / "no/where.h5"); }), HasSubstr("cannot be created: No such file or directory"));
+    {
+        const std::vector<double> values(10000, 1.0);
+        File file = File::create(path);
+        file.write("group/values", values.data(), {100, 100});
+        file.close();
+    }
+    {
+        const File file = File::open(path);
+        std::vector<double> out(10001);
+        EXPECT_EQ(error_of([&] { file.read<double>("other"); }), path + ": dataset 'other' is missing");
+        EXPECT_EQ(error_of([&] { file.read<double>("group"); }), path + ": 'group' is a group; a dataset is needed");
+        EXPECT_EQ(error_of([&] { file.read_into("group/values", out.data(), 10001); }),
+                  path + ": dataset 'group/values' has 10000 elements (shape [100, 100]); 10001 are needed");
+        EXPECT_THAT(error_of([&] { file.read_slice("group/values", 0, 5, out.data()); }), HasSubstr("one dimension is needed"));
+    }
+    std::filesystem::resize_file(path, 40000);
+    EXPECT_THAT(error_of([&] { File::open(path); }), HasSubstr(path + ": damaged HDF5 file: truncated file"));
+    std::filesystem::resize_file(path, 4);
+    EXPECT_EQ(error_of([&] { File::open(path); }), path + " is not an HDF5 file");
+}
+
+TEST(Hdf5, SliceOutsideIsRefused) {
+    test::TemporaryFolder folder;
+    const std::int32_t values[] = {1, 2, 3};
+    File file = File::create(folder / "a.h5");
+    file.write("v", values, {3});
+    std::int32_t out[8];
+    for (const auto& [offset, count] : {std::pair{0, 4}, {3, 1}, {-1, 2}, {0, -1}, {4, 0}})
+        EXPECT_THAT(error_of([&, first = offset, n = count] { file.read_slice("v", first, n, out); }), HasSubstr("it has 3"));
+    file.read_slice("v", 3, 0, out);
+}
+
+TEST(Hdf5, AppendsToAnExistingFile) {
+    test::TemporaryFolder folder;
+    const std::int32_t values[] = {1, 2, 3};
+    {
+        File file = File::create(folder / "a.h5");
+        file.create_appendable<std::int32_t>("v", 2, 0);
+        file.append("v", values, 3);
+        file.close();
+    }
+    File file = File::open_append(folder / "a.h5");
+    file.append("v", values, 2);
+    EXPECT_THAT(file.read<std::int32_t>("v"), ElementsAre(1, 2, 3, 1, 2));
+    file.close();
+    EXPECT_NE(error_of([&] { File::open(folder / "a.h5").append("v", values, 1); }), "");
+}
+
+// A full disk is an error of the write, the flush or the close, and never a crash afterwards.
+TEST(Hdf5, FullDiskIsReported) {
+    test::TemporaryFolder folder;
+    const std::vector<double> values(100000, 1.0);
+    for (const rlim_t limit : {0, 100, 2000, 4096, 100000, 400000}) {
+        const std::string path = folder / "a.h5";
+        const std::string message = error_of([&] {
+            const test::FileSizeLimit full(limit);
+            File file = File::create(path);
+            file.create_appendable<double>("small", 10, 0);
+            file.append("small", values.data(), 10);
+            file.set_attribute("/", "complete", std::int64_t{1});
+            file.write("values", values.data(), {100000});
+            file.flush();
+            file.close();
+        });
+        EXPECT_THAT(message, HasSubstr("File too large")) << "limit " << limit;
+    }
+    // What fits in one dataset's buffers until the close.
+    const std::string message = error_of([&] {
+        File file = File::create(folder / "b.h5");
+        const test::FileSizeLimit full(10);
+        file.create_appendable<double>("small", 10, 0);
+        file.append("small", values.data(), 10);
+        file.close();
+    });
+    EXPECT_THAT(message, HasSubstr("File too large"));
+    // The library still works.
+    File file = File::create(folder / "c.h5");
+    file.write("values", values.data(), {100000});
+    file.close();
+    EXPECT_EQ(File::open(folder / "c.h5").read<double>("values"), values);
+}
+
+TEST(Hdf5, SameContentsSameBytes) {
+    test::TemporaryFolder folder;
+    const std::int32_t values[] = {1, 2, 3};
+    for (const char* name : {"a.h5", "b.h5"}) {
+        File file = File::create(folder / name);
+        file.write("v/w", values, {3});
+        file.create_appendable<std::int32_t>("g", 2, 1);
+        file.append("g", values, 3);
+        file.set_attribute("/", "n", std::int64_t{3});
+        file.close();
+        if (name[0] == 'a') std::this_thread::sleep_for(std::chrono::milliseconds(1100));  // times in the file count seconds
+    }
+    std::ifstream a(folder / "a.h5"), b(folder / "b.h5");
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(a), {}), std::string(std::istreambuf_iterator<char>(b), {}));
+}
+
+TEST(Hdf5, SeveralThreadsReadOneFile) {
+    test::TemporaryFolder folder;
+    std::vector<std::int64_t> values(10000);
+    std::iota(values.begin(), values.end(), 0);
+    File file = File::create(folder / "a.h5");
+    file.write("v", values.data(), {10000});
+    std::vector<std::thread> threads;
+    std::vector<std::int64_t> sums(4);
+    for (std::size_t t = 0; t < 4; ++t)
+        threads.emplace_back([&, t] {
+            for (std::int64_t i = 0; i < 10000; i += 100) {
+                std::int64_t part[100];
+                file.read_slice("v", i, 100, part);
+                sums[t] += std::accumulate(part, part + 100, std::int64_t{0});
+            }
+        });
+    for (auto& thread : threads) thread.join();
+    EXPECT_THAT(sums, testing::Each(10000 * 9999 / 2));
+}
+
+}  // namespace
+}  // namespace fenwick
