@@ -25,6 +25,9 @@ public:
     Lock() : guard_(mutex()) {
         thread_local bool silenced = false;  // a thread-safe build keeps one error stack a thread
         if (!silenced) {
+            // Every file is closed here and checked. The library's own clean-up at exit would only walk the ruins of
+            // files whose close failed (disk full), and crash on them.
+            H5dont_atexit();
             H5open();
             H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
             silenced = true;
