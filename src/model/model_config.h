@@ -45,7 +45,9 @@ struct ModelConfig {
     std::int64_t chunk_size = 64;  // speed only
 
     std::int64_t mlp_width() const;
+    std::int64_t key_width() const;    // of one head
     std::int64_t value_width() const;  // of one head
+    std::int64_t kv_heads() const;     // Transformer: G
     // Throws Error with names, values and a legal alternative where the shape contradicts itself.
     void validate() const;
 };
