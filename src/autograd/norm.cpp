@@ -1,0 +1,173 @@
+// rms_norm, rms_norm_gated, gated_rms_norm, add_rms_norm, l2norm.
+#include "kernels/norm.h"
+
+#include "autograd/check.h"
+#include "autograd/ops.h"
+
+namespace fenwick::ops {
+namespace {
+
+void check_norm(std::string_view op, const Variable& x, const Variable& weight, std::int64_t groups) {
+    FENWICK_CHECK(x.defined() && x.value().dim() >= 1, "[{}] x is missing or has no dimension", op);
+    const std::int64_t width = x.size(-1);
+    FENWICK_CHECK(groups >= 1 && width % groups == 0, "[{}] a row of {} cannot be cut into {} equal groups", op, width, groups);
+    check_shape(op, "weight", weight, {width});
+    check_dtype(op, "weight", weight, gate_dtype(x.dtype()));
+}
+
+// Where the weight's gradient goes; a scratch buffer where the weight is a constant (the kernel always writes it).
+Gradient::Target target_or_scratch(const std::shared_ptr<Gradient>& gradient, const Tensor& like) {
+    return gradient ? gradient->target() : Gradient::Target{Tensor::empty(like.shape(), like.dtype(), like.device()), false};
+}
+
+Variable norm(std::string_view op, kernels::NormGate gate, const Variable& x, const Variable& z, const Variable& weight,
+              double eps, std::int64_t groups) {
+    check_norm(op, x, weight, groups);
+    const bool gated = gate != kernels::NormGate::none;
+    if (gated) {
+        check_shape(op, "z", z, x.shape());
+        check_dtype(op, "z", z, x.dtype());
+    }
+    const Tensor u = x.value(), gate_input = gated ? z.value() : Tensor(), scale = weight.value();
+    const std::int64_t rows = u.rows(), width = u.columns();
+    Tensor y = Tensor::empty(u.shape(), u.dtype(), u.device());
+    const Tensor rstd = Tensor::empty({rows, groups}, gate_dtype(u.dtype()), u.device());
+    kernels::rms_norm_forward(exec_of(y), {.dtype = u.dtype(),
+                                           .gate = gate,
+                                           .rows = rows,
+                                           .groups = groups,
+                                           .width = width,
+                                           .eps = eps,
+                                           .x_stride = u.row_stride(),
+                                           .z_stride = gated ? gate_input.row_stride() : 0,
+                                           .x = u.data(),
+                                           .z = gated ? gate_input.data() : nullptr,
+                                           .weight = scale.data(),
+                                           .y = y.data(),
+                                           .rstd = rstd.data()});
+    return record(op, y, {x, z, weight},
+                  [=, dx = x.gradient(), dz = z.gradient(), dweight = weight.gradient()](const Tensor& dy) {
+                      const auto du = target_or_scratch(dx, u);
+                      const auto dgate = gated ? target_or_scratch(dz, gate_input) : Gradient::Target{};
+                      const auto dscale = target_or_scratch(dweight, scale);
+                      kernels::rms_norm_backward(exec_of(dy), {.dtype = u.dtype(),
+                                                               .gate = gate,
+                                                               .rows = rows,
+                                                               .groups = groups,
+                                                               .width = width,
+                                                               .u_stride = u.row_stride(),
+                                                               .z_stride = gated ? gate_input.row_stride() : 0,
+                                                               .du_stride = du.tensor.row_stride(),
+                                                               .dz_stride = gated ? dgate.tensor.row_stride() : 0,
+                                                               .u = u.data(),
+                                                               .z = gated ? gate_input.data() : nullptr,
+                                                               .weight = scale.data(),
+                                                               .rstd = rstd.data(),
+                                                               .dy = dy.data(),
+                                                               .du = du.tensor.data(),
+                                                               .dz = gated ? dgate.tensor.data() : nullptr,
+                                                               .dweight = dscale.tensor.data(),
+                                                               .accumulate_du = du.accumulate,
+                                                               .accumulate_dz = dgate.accumulate,
+                                                               .accumulate_dweight = dscale.accumulate});
+                  });
+}
+
+}  // namespace
+
+Variable rms_norm(const Variable& x, const Variable& weight, double eps, std::int64_t groups) {
+    return norm("rms_norm", kernels::NormGate::none, x, {}, weight, eps, groups);
+}
+
+Variable rms_norm_gated(const Variable& x, const Variable& z, const Variable& weight, double eps, std::int64_t groups) {
+    return norm("rms_norm_gated", kernels::NormGate::after, x, z, weight, eps, groups);
+}
+
+Variable gated_rms_norm(const Variable& x, const Variable& z, const Variable& weight, double eps, std::int64_t groups) {
+    return norm("gated_rms_norm", kernels::NormGate::before, x, z, weight, eps, groups);
+}
+
+std::pair<Variable, Variable> add_rms_norm(const Variable& x, const Variable& residual, const Variable& weight, double eps) {
+    check_norm("add_rms_norm", x, weight, 1);
+    check_shape("add_rms_norm", "residual", residual, x.shape());
+    check_dtype("add_rms_norm", "residual", residual, x.dtype());
+    const Tensor input = x.value(), stream = residual.value().contiguous(), scale = weight.value();
+    const std::int64_t rows = input.rows(), width = input.columns();
+    const Tensor y = Tensor::empty(input.shape(), input.dtype(), input.device());
+    const Tensor sum = Tensor::empty(input.shape(), input.dtype(), input.device());
+    const Tensor rstd = Tensor::empty({rows, 1}, gate_dtype(input.dtype()), input.device());
+    kernels::rms_norm_forward(exec_of(y), {.dtype = input.dtype(),
+                                           .rows = rows,
+                                           .width = width,
+                                           .eps = eps,
+                                           .x_stride = input.row_stride(),
+                                           .x = input.data(),
+                                           .residual = stream.data(),
+                                           .weight = scale.data(),
+                                           .sum = sum.data(),
+                                           .y = y.data(),
+                                           .rstd = rstd.data()});
+    auto outputs = record(
+        "add_rms_norm", std::vector<Tensor>{y, sum}, {x, residual, weight},
+        [=, dx = x.gradient(), dresidual = residual.gradient(),
+         dweight = weight.gradient()](const std::vector<Tensor>& grad_outputs) {
+            const Tensor &dy = grad_outputs[0], &dsum = grad_outputs[1];
+            // x and residual receive the same gradient: that of their sum.
+            Tensor du = dsum;
+            if (dy.defined()) {
+                du = Tensor::empty(sum.shape(), sum.dtype(), sum.device());
+                const auto dscale = target_or_scratch(dweight, scale);
+                kernels::rms_norm_backward(exec_of(dy), {.dtype = sum.dtype(),
+                                                         .rows = rows,
+                                                         .width = width,
+                                                         .u_stride = width,
+                                                         .du_stride = width,
+                                                         .u = sum.data(),
+                                                         .weight = scale.data(),
+                                                         .rstd = rstd.data(),
+                                                         .dy = dy.data(),
+                                                         .dsum = dsum.defined() ? dsum.data() : nullptr,
+                                                         .du = du.data(),
+                                                         .dweight = dscale.tensor.data(),
+                                                         .accumulate_dweight = dscale.accumulate});
+            }
+            // Two owners of one buffer would add into each other: the second gets its own copy.
+            if (dx) dx->add(du);
+            if (dresidual) dresidual->add(dx ? du.clone() : du);
+        });
+    return {std::move(outputs[0]), std::move(outputs[1])};
+}
+
+Variable l2norm(const Variable& x, std::int64_t heads, double eps) {
+    FENWICK_CHECK(x.defined() && x.value().dim() >= 1 && heads >= 1 && x.size(-1) % heads == 0,
+                  "[l2norm] x has shape {}; its last dimension must be a multiple of {} heads", to_string(x.shape()), heads);
+    const Tensor input = x.value();
+    const std::int64_t tokens = input.rows(), width = input.columns() / heads;
+    Tensor y = Tensor::empty(input.shape(), input.dtype(), input.device());
+    const Tensor rstd = Tensor::empty({tokens, heads}, gate_dtype(input.dtype()), input.device());
+    kernels::l2norm_forward(exec_of(y), {.dtype = input.dtype(),
+                                         .tokens = tokens,
+                                         .heads = heads,
+                                         .width = width,
+                                         .eps = eps,
+                                         .x_stride = input.row_stride(),
+                                         .x = input.data(),
+                                         .y = y.data(),
+                                         .rstd = rstd.data()});
+    return record("l2norm", y, {x}, [=, dx = x.gradient()](const Tensor& dy) {
+        const auto target = dx->target();
+        kernels::l2norm_backward(exec_of(dy), {.dtype = input.dtype(),
+                                               .tokens = tokens,
+                                               .heads = heads,
+                                               .width = width,
+                                               .x_stride = input.row_stride(),
+                                               .dx_stride = target.tensor.row_stride(),
+                                               .x = input.data(),
+                                               .rstd = rstd.data(),
+                                               .dy = dy.data(),
+                                               .dx = target.tensor.data(),
+                                               .accumulate_dx = target.accumulate});
+    });
+}
+
+}  // namespace fenwick::ops
