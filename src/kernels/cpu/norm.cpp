@@ -66,51 +66,41 @@ void rms_norm_backward(const Exec&, const RmsNormBackward& args) {
                         slope[c] = silu_slope(z[c], s);
                     }
                 }
-                const T* dsum = static_cast<const T*>(args.dsum) + (args.dsum == nullptr ? 0 : row * width);
-                const auto write_du = [&](std::int64_t c, T value) {
-                    du[c] = value + (args.accumulate_du ? du[c] : T{0}) + (args.dsum != nullptr ? dsum[c] : T{0});
-                };
-                T* dz = static_cast<T*>(args.dz) + (args.dz == nullptr ? 0 : row * args.dz_stride);
-                const auto write_dz = [&](std::int64_t c, T value) {
-                    dz[c] = value + (args.accumulate_dz ? dz[c] : T{0});
-                };
                 for (std::int64_t group = 0; group < args.groups; ++group) {
-                    const std::int64_t first = group * slice, last = first + slice;
+                    const std::int64_t first = group * slice;
                     const T r = rstd[group];
-                    if (args.gate == NormGate::none) {
-                        for (std::int64_t c = first; c < last; ++c) normed[c] = u[c] * r;
-                        const T mean = lane_sum<T>(slice, [&](std::int64_t i) {
-                                           const std::int64_t c = first + i;
-                                           return dy[c] * weight[c] * normed[c];
-                                       }) / static_cast<T>(slice);
-                        for (std::int64_t c = first; c < last; ++c) {
-                            dweight[c] += dy[c] * normed[c];
-                            write_du(c, r * (dy[c] * weight[c] - normed[c] * mean));
-                        }
-                    } else if (args.gate == NormGate::after) {
-                        for (std::int64_t c = first; c < last; ++c) normed[c] = u[c] * r;
-                        const T mean = lane_sum<T>(slice, [&](std::int64_t i) {
-                                           const std::int64_t c = first + i;
-                                           return dy[c] * silu[c] * weight[c] * normed[c];
-                                       }) / static_cast<T>(slice);
-                        for (std::int64_t c = first; c < last; ++c) {
-                            dweight[c] += dy[c] * silu[c] * normed[c];
-                            write_dz(c, dy[c] * normed[c] * weight[c] * slope[c]);
-                            write_du(c, r * (dy[c] * silu[c] * weight[c] - normed[c] * mean));
-                        }
-                    } else {
-                        for (std::int64_t c = first; c < last; ++c) normed[c] = u[c] * silu[c] * r;
-                        const T mean = lane_sum<T>(slice, [&](std::int64_t i) {
-                                           const std::int64_t c = first + i;
-                                           return dy[c] * weight[c] * normed[c];
-                                       }) / static_cast<T>(slice);
-                        for (std::int64_t c = first; c < last; ++c) {
-                            const T dgated = r * (dy[c] * weight[c] - normed[c] * mean);
-                            dweight[c] += dy[c] * normed[c];
-                            write_dz(c, dgated * u[c] * slope[c]);
-                            write_du(c, dgated * silu[c]);
-                        }
+                    // The slice of this group in every array.
+                    const T *us = u + first, *ws = weight + first, *dys = dy + first, *ss = silu + first;
+                    T *ns = normed + first, *dus = du + first;
+                    if (args.gate == NormGate::before)
+                        assign(ns, slice, false, [=](std::int64_t c) { return us[c] * ss[c] * r; });
+                    else
+                        assign(ns, slice, false, [=](std::int64_t c) { return us[c] * r; });
+                    if (args.gate == NormGate::after) {
+                        T* dzs = static_cast<T*>(args.dz) + row * args.dz_stride + first;
+                        T* slopes = slope + first;
+                        assign(dzs, slice, args.accumulate_dz,
+                               [=](std::int64_t c) { return dys[c] * ns[c] * ws[c] * slopes[c]; });
+                        assign(slopes, slice, false, [=](std::int64_t c) { return dys[c] * ss[c]; });
+                        dys = slopes;  // from here on, the gradient of x^ weight
                     }
+                    const T mean = lane_sum<T>(slice, [=](std::int64_t c) { return dys[c] * ws[c] * ns[c]; }) /
+                                   static_cast<T>(slice);
+                    assign(dweight + first, slice, true, [=](std::int64_t c) { return dys[c] * ns[c]; });
+                    if (args.gate == NormGate::before) {
+                        T* dzs = static_cast<T*>(args.dz) + row * args.dz_stride + first;
+                        const T* slopes = slope + first;
+                        assign(ns, slice, false, [=](std::int64_t c) { return r * (dys[c] * ws[c] - ns[c] * mean); });
+                        assign(dzs, slice, args.accumulate_dz, [=](std::int64_t c) { return ns[c] * us[c] * slopes[c]; });
+                        assign(dus, slice, args.accumulate_du, [=](std::int64_t c) { return ns[c] * ss[c]; });
+                    } else {
+                        assign(dus, slice, args.accumulate_du,
+                               [=](std::int64_t c) { return r * (dys[c] * ws[c] - ns[c] * mean); });
+                    }
+                }
+                if (args.dsum != nullptr) {
+                    const T* dsum = static_cast<const T*>(args.dsum) + row * width;
+                    assign(du, width, true, [=](std::int64_t c) { return dsum[c]; });
                 }
             }
         });

@@ -63,6 +63,15 @@ inline T softplus_of(T x) {
     return (x > T{0} ? x : T{0}) + fast_log1p(fast_exp(-magnitude));
 }
 
+// out[i] (+)= term(i), i < count. `out` must not overlap what term reads, other than at the same i.
+template <class T, class Term>
+inline void assign(T* __restrict out, std::int64_t count, bool accumulate, Term&& term) {
+    if (accumulate)
+        for (std::int64_t i = 0; i < count; ++i) out[i] += term(i);
+    else
+        for (std::int64_t i = 0; i < count; ++i) out[i] = term(i);
+}
+
 // Sum of term(i), i < count, in 16 lanes that are added at the end: the order is fixed, and the loop vectorises although
 // floating-point addition may not be reordered.
 template <class T, class Term>
