@@ -1,4 +1,4 @@
-// Argument checks that the operators share.
+// Argument checks and the like that the operators share.
 #pragma once
 
 #include <string_view>
@@ -20,6 +20,11 @@ inline Shape with_columns(const Shape& shape, std::int64_t columns) {
     Shape result = shape;
     result.back() = columns;
     return result;
+}
+
+// Where a kernel that always writes all of an input's gradient writes it: a scratch tensor where the input is a constant.
+inline Gradient::Target target_or_scratch(const std::shared_ptr<Gradient>& gradient, const Tensor& input) {
+    return gradient ? gradient->target() : Gradient::Target{Tensor::empty(input.shape(), input.dtype(), input.device()), false};
 }
 
 }  // namespace fenwick::ops

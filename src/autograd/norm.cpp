@@ -15,11 +15,6 @@ void check_norm(std::string_view op, const Variable& x, const Variable& weight, 
     check_dtype(op, "weight", weight, gate_dtype(x.dtype()));
 }
 
-// Where the weight's gradient goes; a scratch buffer where the weight is a constant (the kernel always writes it).
-Gradient::Target target_or_scratch(const std::shared_ptr<Gradient>& gradient, const Tensor& like) {
-    return gradient ? gradient->target() : Gradient::Target{Tensor::empty(like.shape(), like.dtype(), like.device()), false};
-}
-
 Variable norm(std::string_view op, kernels::NormGate gate, const Variable& x, const Variable& z, const Variable& weight,
               double eps, std::int64_t groups) {
     check_norm(op, x, weight, groups);
