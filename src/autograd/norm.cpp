@@ -43,7 +43,9 @@ Variable norm(std::string_view op, kernels::NormGate gate, const Variable& x, co
     return record(op, y, {x, z, weight},
                   [=, dx = x.gradient(), dz = z.gradient(), dweight = weight.gradient()](const Tensor& dy) {
                       const auto du = target_or_scratch(dx, u);
-                      const auto dgate = gated ? target_or_scratch(dz, gate_input) : Gradient::Target{};
+                      // One variable as x and z: the second contribution is added after the kernel.
+                      const bool same = gated && dx && dx == dz;
+                      const auto dgate = gated ? target_or_scratch(same ? nullptr : dz, gate_input) : Gradient::Target{};
                       const auto dscale = target_or_scratch(dweight, scale);
                       kernels::rms_norm_backward(exec_of(dy), {.dtype = u.dtype(),
                                                                .gate = gate,
@@ -65,6 +67,7 @@ Variable norm(std::string_view op, kernels::NormGate gate, const Variable& x, co
                                                                .accumulate_du = du.accumulate,
                                                                .accumulate_dz = dgate.accumulate,
                                                                .accumulate_dweight = dscale.accumulate});
+                      if (same) dz->add(dgate.tensor);
                   });
 }
 

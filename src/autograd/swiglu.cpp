@@ -22,7 +22,8 @@ Variable swiglu(const Variable& gate, const Variable& up) {
                                            .out = out.data()});
     return record("swiglu", out, {gate, up}, [=, dgate = gate.gradient(), dup = up.gradient()](const Tensor& dout) {
         const auto da = target_or_scratch(dgate, a);
-        const auto db = target_or_scratch(dup, b);
+        const bool same = dgate == dup;  // one variable as both: the second contribution is added after the kernel
+        const auto db = target_or_scratch(same ? nullptr : dup, b);
         kernels::swiglu_backward(exec_of(dout), {.dtype = a.dtype(),
                                                  .rows = rows,
                                                  .width = width,
@@ -37,6 +38,7 @@ Variable swiglu(const Variable& gate, const Variable& up) {
                                                  .dup = db.tensor.data(),
                                                  .accumulate_dgate = da.accumulate,
                                                  .accumulate_dup = db.accumulate});
+        if (same) dup->add(db.tensor);
     });
 }
 

@@ -68,6 +68,7 @@ TEST_P(RmsNormForms, Gradients) {
     check_operator(fn(3), {random_tensor({2, 5, 48}, 1), random_tensor({2, 5, 48}, 2), random_tensor({48}, 3)});
     check_operator(fn(2), {random_tensor({300, 34}, 1), random_tensor({300, 34}, 2), random_tensor({34}, 3)});
     check_operator(with_slices(fn(2), {0, 1}), {random_tensor({3, 23}, 1), random_tensor({3, 23}, 2), random_tensor({18}, 3)});
+    check_operator([&](const auto& in) { return fn(1)({in[0], in[0], in[1]}); }, {random_tensor({3, 8}, 1), random_tensor({8}, 2)});
 }
 
 TEST(RmsNorm, ResidualFormIsAddThenNorm) {
