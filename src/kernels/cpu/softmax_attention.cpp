@@ -3,7 +3,6 @@
 #include "kernels/softmax_attention.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -11,48 +10,18 @@
 #include "base/memory.h"
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
+#include "kernels/cpu/vector_math.h"
 
 namespace fenwick::kernels::cpu {
 namespace {
 
 constexpr std::int64_t tile = 128;  // queries and keys of a tile
-constexpr int lanes = 16;           // partial results of a row's reduction: a fixed order that vectorises
-
-// exp(x) for x <= 0. The float one is a polynomial of relative error 2e-7 that vectorises (std::exp does not).
-inline double exp_of(double x) { return std::exp(x); }
-inline float exp_of(float x) {
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float n = std::floor(clamped * 1.44269504f + 0.5f);
-    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, |r| <= ln 2 / 2
-    float p = 1.0f / 5040.0f;
-    for (const float c : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-    const float power = std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
-    return x < -87.0f ? 0.0f : p * power;
-}
-
-template <class T>
-T row_max(const T* x, std::int64_t count) {
-    T best[lanes];
-    std::fill_n(best, lanes, -std::numeric_limits<T>::infinity());
-    std::int64_t i = 0;
-    for (; i + lanes <= count; i += lanes)
-        for (int j = 0; j < lanes; ++j) best[j] = x[i + j] > best[j] ? x[i + j] : best[j];
-    for (; i < count; ++i) best[0] = std::max(best[0], x[i]);
-    return *std::max_element(best, best + lanes);
-}
 
 // x = exp(x - shift); returns the sum.
 template <class T>
 T exp_row(T* x, std::int64_t count, T shift) {
-    for (std::int64_t i = 0; i < count; ++i) x[i] = exp_of(x[i] - shift);
-    T sums[lanes] = {};
-    std::int64_t i = 0;
-    for (; i + lanes <= count; i += lanes)
-        for (int j = 0; j < lanes; ++j) sums[j] += x[i + j];
-    for (; i < count; ++i) sums[0] += x[i];
-    T sum = 0;
-    for (const T part : sums) sum += part;
-    return sum;
+    for (std::int64_t i = 0; i < count; ++i) x[i] = fast_exp(x[i] - shift);
+    return lane_sum<T>(count, [x](std::int64_t i) { return x[i]; });
 }
 
 template <class T>
@@ -80,7 +49,7 @@ void attend(const T* q, std::int64_t q_stride, std::int64_t rows, std::int64_t f
             if (seen == 0) continue;  // not in the first tile: key 0 is seen by all
             auto& m = maximum[static_cast<std::size_t>(i)];
             auto& l = sum[static_cast<std::size_t>(i)];
-            const T higher = std::max(m, row_max(row, seen));
+            const T higher = std::max(m, lane_max(seen, row));
             const T old = start == 0 ? T{0} : std::exp(m - higher);
             l = l * old + exp_row(row, seen, higher);
             m = higher;
@@ -120,9 +89,9 @@ void attend_backward(std::int64_t length, std::int64_t width, const T* q, std::i
     const T scale = scale_of<T>(width);
     std::vector<T> delta(static_cast<std::size_t>(length));  // o . do of every row: what the softmax's backward subtracts
     for (std::int64_t t = 0; t < length; ++t) {
-        T dot = 0;
-        for (std::int64_t c = 0; c < width; ++c) dot += o[t * o_stride + c] * d_o[t * o_stride + c];
-        delta[static_cast<std::size_t>(t)] = dot;
+        const T* orow = o + t * o_stride;
+        const T* drow = d_o + t * o_stride;
+        delta[static_cast<std::size_t>(t)] = lane_sum<T>(width, [=](std::int64_t c) { return orow[c] * drow[c]; });
     }
     std::vector<T> probabilities(static_cast<std::size_t>(tile * tile)), gradients(static_cast<std::size_t>(tile * tile));
     T* p = probabilities.data();
@@ -142,7 +111,7 @@ void attend_backward(std::int64_t length, std::int64_t width, const T* q, std::i
                 const T shift = lse[(first + i) * lse_stride], mean = delta[static_cast<std::size_t>(first + i)];
                 for (std::int64_t j = 0; j < seen; ++j) {
                     // The scores are formed by the same product as in forward, so this exponent is above 0 only by rounding.
-                    pr[j] = exp_of(std::min(pr[j] - shift, T{0}));
+                    pr[j] = fast_exp(std::min(pr[j] - shift, T{0}));
                     dr[j] = pr[j] * (dr[j] - mean);
                 }
                 std::fill(pr + seen, pr + columns, T{0});

@@ -1,0 +1,80 @@
+// Golden cases: float64 inputs, outputs and gradients made by an independent implementation, one HDF5 file a case.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "autograd/tensor.h"
+#include "base/hdf5.h"
+
+namespace fenwick::test {
+
+// The folders that hold cases: shared/golden beside the source tree, and FENWICK_GOLDEN_DIR.
+inline std::vector<std::filesystem::path> golden_folders() {
+    std::vector<std::filesystem::path> folders;
+    const auto beside = std::filesystem::path(__FILE__).parent_path() / "../../../shared/golden";
+    if (std::filesystem::is_directory(beside)) folders.push_back(beside.lexically_normal());
+    if (const char* more = std::getenv("FENWICK_GOLDEN_DIR"); more != nullptr && std::filesystem::is_directory(more))
+        folders.emplace_back(more);
+    return folders;
+}
+
+class GoldenCase {
+public:
+    explicit GoldenCase(const std::filesystem::path& path)
+        : name(path.stem().string()), file_(hdf5::File::open(path.string())), params_(file_.attribute_string("/", "params")) {}
+
+    bool has(const std::string& dataset) const { return file_.exists(dataset); }
+    Tensor tensor(const std::string& dataset) const {
+        return Tensor::from(file_.read<double>(dataset), file_.info(dataset).shape);
+    }
+    // A batch or packed tensor [B, T, ...] with everything after T merged: [B, T, heads * width].
+    Tensor merged(const std::string& dataset) const {
+        const Tensor x = tensor(dataset);
+        return x.view({x.size(0), x.size(1), -1});
+    }
+    std::vector<std::int64_t> integers(const std::string& dataset) const { return file_.read<std::int64_t>(dataset); }
+    std::vector<std::string> datasets(const std::string& group) const { return file_.all_datasets(group); }
+
+    // Values of the flat JSON object "params"; `otherwise` where the key is missing or null.
+    double number(std::string_view key, double otherwise) const {
+        const std::string text = raw(key);
+        if (text == "true") return 1;
+        if (text == "false") return 0;
+        return text.empty() || text == "null" ? otherwise : std::strtod(text.c_str(), nullptr);
+    }
+    std::string text(std::string_view key) const {
+        const std::string quoted = raw(key);
+        return quoted.size() >= 2 && quoted.front() == '"' ? quoted.substr(1, quoted.size() - 2) : quoted;
+    }
+
+    std::string name;
+
+private:
+    std::string raw(std::string_view key) const {
+        const std::string quoted = "\"" + std::string(key) + "\":";
+        const auto found = params_.find(quoted);
+        if (found == std::string::npos) return {};
+        const auto begin = params_.find_first_not_of(' ', found + quoted.size());
+        return params_.substr(begin, params_.find_first_of(",}", begin) - begin);
+    }
+    hdf5::File file_;
+    std::string params_;
+};
+
+// All cases whose root attribute "op" is `op`, sorted by path.
+inline std::vector<std::filesystem::path> golden_cases(std::string_view op) {
+    std::vector<std::filesystem::path> paths;
+    for (const auto& folder : golden_folders())
+        for (const auto& entry : std::filesystem::directory_iterator(folder))
+            if (entry.path().extension() == ".h5" && hdf5::File::open(entry.path().string()).attribute_string("/", "op") == op)
+                paths.push_back(entry.path());
+    std::sort(paths.begin(), paths.end());
+    return paths;
+}
+
+}  // namespace fenwick::test
