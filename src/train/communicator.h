@@ -1,0 +1,30 @@
+// What several processes of one training run say to each other.
+#pragma once
+
+#include <memory>
+
+#include "autograd/tensor.h"
+
+namespace fenwick::train {
+
+// Collective calls: every process makes the same calls in the same order. Tensors are contiguous float32 or float64, on
+// the CPU or a GPU. Sums are taken in the order of the ranks, so they repeat bit for bit, and all ranks get the same bits.
+class Communicator {
+public:
+    virtual ~Communicator() = default;
+    virtual int rank() const = 0;
+    virtual int size() const = 0;
+    virtual void all_reduce_sum(const Tensor& values) = 0;     // in place
+    virtual void broadcast(const Tensor& values, int root) = 0;  // in place
+    virtual void barrier() = 0;
+
+    bool is_root() const { return rank() == 0; }
+};
+
+std::unique_ptr<Communicator> single_process();
+
+// MPI where the program was started by mpirun (or srun with PMI), else a single process. Throws Error where mpirun
+// started several processes of a program that was built without MPI. One at a time may live.
+std::unique_ptr<Communicator> make_communicator();
+
+}  // namespace fenwick::train

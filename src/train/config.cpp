@@ -1,0 +1,581 @@
+#include "train/config.h"
+
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <set>
+#include <type_traits>
+#include <variant>
+
+#include "base/files.h"
+
+namespace fenwick::train {
+namespace {
+
+// ---- the table -------------------------------------------------------------------------------------------------------
+
+// A key's value as the table sees it. Enumerations appear as their names.
+using Value = std::variant<std::int64_t, double, bool, std::string, std::vector<std::string>>;
+
+constexpr double any = std::numeric_limits<double>::infinity();
+
+struct Key {
+    std::string name;
+    std::string type;  // "whole number": how docs and errors call it
+    bool required = false;
+    double low = -any, high = any;     // allowed range of a number
+    bool low_open = false, high_open = false;
+    std::vector<std::string> choices;  // of an enumeration
+    std::string doc;
+    std::function<Value(const RunConfig&)> get;
+    std::function<void(RunConfig&, const Value&)> set;
+};
+
+struct Section {
+    std::string name;  // "": top level
+    std::string doc;
+    std::vector<Key> keys;
+};
+
+template <class T>
+std::string type_name() {
+    if constexpr (std::is_same_v<T, std::int64_t>) return "whole number";
+    if constexpr (std::is_same_v<T, double>) return "number";
+    if constexpr (std::is_same_v<T, bool>) return "true or false";
+    if constexpr (std::is_same_v<T, std::string>) return "text";
+    if constexpr (std::is_same_v<T, std::vector<std::string>>) return "list of texts";
+    return "?";
+}
+
+// A plain field: `field` maps a RunConfig (const or not) to the member.
+template <class Field>
+Key key(std::string name, Field field, std::string doc) {
+    using T = std::remove_cvref_t<decltype(field(std::declval<RunConfig&>()))>;
+    Key key;
+    key.name = std::move(name);
+    key.type = type_name<T>();
+    key.doc = std::move(doc);
+    key.get = [field](const RunConfig& config) { return Value(field(config)); };
+    key.set = [field](RunConfig& config, const Value& value) { field(config) = std::get<T>(value); };
+    return key;
+}
+
+// An enumeration: names and values side by side.
+template <class Field, class E>
+Key choice(std::string name, Field field, std::vector<std::pair<std::string, E>> names, std::string doc) {
+    Key key;
+    key.name = std::move(name);
+    key.type = "choice";
+    key.doc = std::move(doc);
+    for (const auto& [text, value] : names) key.choices.push_back(text);
+    key.get = [field, names](const RunConfig& config) {
+        for (const auto& [text, value] : names)
+            if (value == field(config)) return Value(text);
+        return Value(std::string("?"));
+    };
+    key.set = [field, names](RunConfig& config, const Value& chosen) {
+        for (const auto& [text, value] : names)
+            if (text == std::get<std::string>(chosen)) field(config) = value;
+    };
+    return key;
+}
+
+Key required(Key key) {
+    key.required = true;
+    return key;
+}
+Key at_least(double low, Key key) {
+    key.low = low;
+    return key;
+}
+Key above(double low, Key key) {
+    key.low = low;
+    key.low_open = true;
+    return key;
+}
+Key between(double low, double high, Key key) {
+    key.low = low;
+    key.high = high;
+    return key;
+}
+Key below(double high, Key key) {
+    key.high = high;
+    key.high_open = true;
+    return key;
+}
+
+#define FIELD(path) [](auto& config) -> auto& { return config.path; }
+
+const std::vector<Section>& table() {
+    using model::ModelType;
+    using model::Recompute;
+    static const std::vector<Section> sections = {
+        {"", "Top level", {
+            required(key("run_dir", FIELD(run_dir), "folder of the run: config.yaml, metrics.jsonl, checkpoints/")),
+        }},
+        {"model", "What is trained. Keys that a model type does not use are ignored by it.", {
+            choice("type", FIELD(model.type),
+                   std::vector<std::pair<std::string, ModelType>>{
+                       {"transformer", ModelType::transformer},
+                       {"mamba2", ModelType::mamba2},
+                       {"log_linear_mamba2", ModelType::log_linear_mamba2},
+                       {"gated_deltanet", ModelType::gated_deltanet},
+                       {"log_linear_gated_deltanet", ModelType::log_linear_gated_deltanet}},
+                   "architecture"),
+            at_least(0, key("vocab_size", FIELD(model.vocab_size), "number of token ids; 0: that of the token file")),
+            required(at_least(1, key("hidden_size", FIELD(model.hidden_size), "width of the residual stream"))),
+            required(at_least(1, key("num_layers", FIELD(model.num_layers), "number of blocks (mixer and MLP)"))),
+            at_least(0, key("intermediate_size", FIELD(model.intermediate_size),
+                            "width of the MLP; 0: 256 * ceil(8/3 * hidden_size / 256)")),
+            above(0, key("norm_eps", FIELD(model.norm_eps), "added to the mean square in norms")),
+            key("tie_embeddings", FIELD(model.tie_embeddings), "output head shares the embedding's weights"),
+            at_least(0, key("initializer_range", FIELD(model.initializer_range),
+                            "standard deviation of initial weights of projections and embedding")),
+            required(at_least(1, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
+            at_least(0, key("head_dim", FIELD(model.head_dim),
+                            "width of a head: of values (Mamba-2), of keys (Gated DeltaNet), of both (Transformer, where 0 "
+                            "is hidden_size / num_heads)")),
+            at_least(0, key("num_kv_heads", FIELD(model.num_kv_heads), "Transformer: key/value heads; 0: num_heads")),
+            above(0, key("rope_theta", FIELD(model.rope_theta), "Transformer: base of the rotary angles")),
+            at_least(1, key("state_size", FIELD(model.state_size), "Mamba-2: width of B and C (keys and queries)")),
+            at_least(1, key("n_groups", FIELD(model.n_groups), "Mamba-2: groups of heads that share B and C")),
+            above(0, key("expand_v", FIELD(model.expand_v), "Gated DeltaNet: value width of a head over its key width")),
+            at_least(1, key("conv_width", FIELD(model.conv_width), "Mamba-2, Gated DeltaNet: taps of the short convolution")),
+            between(0, 62, key("num_levels", FIELD(model.num_levels),
+                               "log-linear models: level scales a head; 0: as many as data.sequence_length needs")),
+            choice("level_overflow", FIELD(model.level_overflow),
+                   std::vector<std::pair<std::string, ops::LevelOverflow>>{{"clamp", ops::LevelOverflow::clamp},
+                                                                           {"error", ops::LevelOverflow::error}},
+                   "log-linear models: a sequence that needs more levels uses the last one for them, or is refused"),
+            at_least(1, key("chunk_size", FIELD(model.chunk_size), "tokens of a chunk, a power of two; speed only")),
+        }},
+        {"data", "What it is trained on: token files made by `fenwick tokenize`.", {
+            required(key("train", FIELD(data.train), "token files of the training text; one name may stand without a list")),
+            key("valid", FIELD(data.valid), "token file of the validation text; empty: no validation"),
+            required(at_least(1, key("sequence_length", FIELD(data.sequence_length), "tokens of a row"))),
+        }},
+        {"optimizer", "AdamW with decoupled weight decay.", {
+            above(0, key("learning_rate", FIELD(optimizer.learning_rate), "highest learning rate")),
+            below(1, at_least(0, key("beta1", FIELD(optimizer.beta1), "decay of the mean of gradients"))),
+            below(1, at_least(0, key("beta2", FIELD(optimizer.beta2), "decay of the mean of squared gradients"))),
+            above(0, key("eps", FIELD(optimizer.eps), "added to the root of the mean of squared gradients")),
+            at_least(0, key("weight_decay", FIELD(optimizer.weight_decay),
+                            "decoupled weight decay; never on norms, biases, A_log, dt_bias, D, L")),
+            at_least(0, key("clip_norm", FIELD(optimizer.clip_norm), "highest global gradient norm; 0: no clipping")),
+        }},
+        {"schedule", "The learning rate as a function of the step.", {
+            choice("type", FIELD(schedule.type),
+                   std::vector<std::pair<std::string, ScheduleType>>{{"cosine", ScheduleType::cosine},
+                                                                     {"wsd", ScheduleType::wsd},
+                                                                     {"linear", ScheduleType::linear},
+                                                                     {"constant", ScheduleType::constant}},
+                   "course after warm-up; wsd: constant, then decay over the last decay_steps"),
+            at_least(0, key("warmup_steps", FIELD(schedule.warmup_steps), "steps of linear warm-up")),
+            between(0, 1, key("min_ratio", FIELD(schedule.min_ratio), "final learning rate over the highest")),
+            at_least(0, key("decay_steps", FIELD(schedule.decay_steps), "wsd: steps of the final decay; 0: a tenth of the run")),
+            choice("decay_shape", FIELD(schedule.decay_shape),
+                   std::vector<std::pair<std::string, DecayShape>>{{"linear", DecayShape::linear}, {"sqrt", DecayShape::sqrt}},
+                   "wsd: decay linearly, or as 1 - sqrt(progress)"),
+        }},
+        {"train", "The loop.", {
+            at_least(0, key("steps", FIELD(train.steps), "optimizer steps; 0: from tokens")),
+            at_least(0, key("tokens", FIELD(train.tokens), "instead of steps: tokens to train on, rounded up to whole steps")),
+            at_least(1, key("batch_size", FIELD(train.batch_size), "rows of an optimizer step, over all processes")),
+            at_least(0, key("micro_batch", FIELD(train.micro_batch),
+                            "rows of one forward of one process; the rest is accumulated; 0: all at once")),
+            at_least(0, key("seed", FIELD(train.seed), "of the initial weights and of the order of the data")),
+            at_least(0, key("validate_every", FIELD(train.validate_every), "steps between validations; 0: only at the end")),
+            at_least(0, key("validate_tokens", FIELD(train.validate_tokens),
+                            "tokens of a validation, rounded up to whole rows; 0: the whole file")),
+            at_least(0, key("checkpoint_every", FIELD(train.checkpoint_every), "steps between checkpoints; 0: only at the end")),
+            at_least(1, key("keep_checkpoints", FIELD(train.keep_checkpoints), "newest checkpoints that are kept")),
+            at_least(1, key("log_every", FIELD(train.log_every), "steps between lines of metrics.jsonl")),
+            choice("recompute", FIELD(train.recompute),
+                   std::vector<std::pair<std::string, Recompute>>{
+                       {"none", Recompute::none}, {"mixer", Recompute::mixer}, {"block", Recompute::block}},
+                   "what backward computes again instead of keeping it in memory"),
+            choice("dtype", FIELD(train.dtype),
+                   std::vector<std::pair<std::string, DType>>{
+                       {"float32", DType::float32}, {"bfloat16", DType::bfloat16}, {"float64", DType::float64}},
+                   "of activations; weights are float32. bfloat16 needs a GPU; float64 (weights too, CPU only) is for tests"),
+            choice("device", FIELD(train.device),
+                   std::vector<std::pair<std::string, DeviceChoice>>{
+                       {"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}, {"cuda", DeviceChoice::cuda}},
+                   "auto: a GPU where there is one"),
+            at_least(0, key("num_threads", FIELD(train.num_threads), "threads on the CPU; 0: all cores. Never changes results")),
+            choice("on_nan", FIELD(train.on_nan),
+                   std::vector<std::pair<std::string, NanPolicy>>{{"stop", NanPolicy::stop}, {"skip", NanPolicy::skip}},
+                   "loss or gradient not finite: stop the run, or skip that update"),
+        }},
+    };
+    return sections;
+}
+
+std::string full_name(const Section& section, const Key& key) {
+    return section.name.empty() ? key.name : section.name + "." + key.name;
+}
+
+// ---- nearest names ---------------------------------------------------------------------------------------------------
+
+// Levenshtein distance, one row at a time.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+    std::vector<std::size_t> row(b.size() + 1);
+    for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+    for (std::size_t i = 1; i <= a.size(); ++i) {
+        std::size_t diagonal = row[0];
+        row[0] = i;
+        for (std::size_t j = 1; j <= b.size(); ++j) {
+            const std::size_t substituted = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+            diagonal = row[j];
+            row[j] = std::min({row[j] + 1, row[j - 1] + 1, substituted});
+        }
+    }
+    return row.back();
+}
+
+// " did you mean 'hidden_size'?", or what there is. The same name in another section is the best guess.
+std::string suggestion(const Section& section, const std::string& name) {
+    for (const auto& other : table()) {
+        if (other.name == name) return fmt::format("'{}' is a section of its own", name);
+        for (const auto& key : other.keys)
+            if (key.name == name && &other != &section) return fmt::format("did you mean '{}'?", full_name(other, key));
+    }
+    std::vector<std::string> names;
+    for (const auto& key : section.keys) names.push_back(key.name);
+    if (section.name.empty())
+        for (const auto& other : table())
+            if (!other.name.empty()) names.push_back(other.name);
+    const auto nearest = std::min_element(names.begin(), names.end(), [&](const auto& a, const auto& b) {
+        return edit_distance(a, name) < edit_distance(b, name);
+    });
+    if (edit_distance(*nearest, name) <= std::max<std::size_t>(2, name.size() / 3))
+        return fmt::format("did you mean '{}'?", *nearest);
+    return fmt::format("{} are {}", section.name.empty() ? "the keys here" : fmt::format("the keys of '{}'", section.name),
+                       fmt::join(names, ", "));
+}
+
+// ---- one value -------------------------------------------------------------------------------------------------------
+
+std::string number(double value) { return fmt::format("{}", value); }
+
+// What would be right: "a whole number of at least 1 is needed".
+std::string needed(const Key& key) {
+    if (!key.choices.empty()) return fmt::format("one of {} is needed", fmt::join(key.choices, ", "));
+    if (key.type == "list of texts") return "a file name or a list of file names is needed";
+    if (key.type == "text" || key.type == "true or false") return key.type + " is needed";
+    std::string range;
+    if (key.low != -any && key.high != any)
+        range = fmt::format(" from {} to {}{}", number(key.low), key.high_open ? "below " : "", number(key.high));
+    else if (key.low != -any)
+        range = fmt::format(" {} {}", key.low_open ? "above" : "of at least", number(key.low));
+    return fmt::format("a {}{} is needed", key.type, range);
+}
+
+template <class T>
+bool parse_number(const std::string& text, T& value) {
+    const char* begin = text.data() + (text.starts_with('+') ? 1 : 0);
+    const auto [end, error] = std::from_chars(begin, text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size();
+}
+
+// Where a value came from, as errors name it.
+struct Source {
+    std::string file;      // or "--set a.b=c"
+    bool has_line = true;  // false for overrides
+    std::string at(const YAML::Mark& mark) const {
+        return has_line && mark.line >= 0 ? fmt::format("{}:{}", file, mark.line + 1) : file;
+    }
+};
+
+std::string shown(const YAML::Node& node) {
+    if (node.IsScalar()) return fmt::format("'{}'", node.Scalar());
+    return node.IsSequence() ? "a list" : node.IsMap() ? "a mapping" : "empty";
+}
+
+// `at`: file and line of the key, for errors.
+Value read_value(const Key& key, const std::string& name, const YAML::Node& node, const std::string& at, const Source& source) {
+    const auto wrong = [&] { fail("{}: {} is {}; {}", at, name, shown(node), needed(key)); };
+    if (key.type == "list of texts" && node.IsSequence()) {
+        std::vector<std::string> values;
+        for (const auto& item : node) {
+            if (!item.IsScalar()) fail("{}: {} holds {}; {}", source.at(item.Mark()), name, shown(item), needed(key));
+            values.push_back(item.Scalar());
+        }
+        if (values.empty()) fail("{}: {} is an empty list; {}", at, name, needed(key));
+        return values;
+    }
+    const bool text = key.type == "text";
+    if (!node.IsScalar() && !(text && node.IsNull())) wrong();
+    const std::string scalar = node.IsScalar() ? node.Scalar() : "";
+    if (text) return scalar;
+    if (scalar.empty()) fail("{}: {} is empty; {}", at, name, needed(key));
+    if (key.type == "list of texts") return std::vector<std::string>{scalar};
+    if (key.type == "choice") {
+        if (std::find(key.choices.begin(), key.choices.end(), scalar) == key.choices.end()) wrong();
+        return scalar;
+    }
+    if (key.type == "true or false") {
+        if (scalar != "true" && scalar != "false") wrong();
+        return scalar == "true";
+    }
+    const auto in_range = [&](double value) {
+        return (key.low_open ? value > key.low : value >= key.low) && (key.high_open ? value < key.high : value <= key.high);
+    };
+    if (key.type == "whole number") {
+        std::int64_t value = 0;
+        if (!parse_number(scalar, value) || !in_range(static_cast<double>(value))) wrong();
+        return value;
+    }
+    double value = 0;
+    if (!parse_number(scalar, value) || !std::isfinite(value) || !in_range(value)) wrong();
+    return value;
+}
+
+// ---- a file ----------------------------------------------------------------------------------------------------------
+
+const Section* find_section(std::string_view name) {
+    for (const auto& section : table())
+        if (section.name == name) return &section;
+    return nullptr;
+}
+
+const Key* find_key(const Section& section, std::string_view name) {
+    for (const auto& key : section.keys)
+        if (key.name == name) return &key;
+    return nullptr;
+}
+
+class Reader {
+public:
+    RunConfig config;
+
+    void file(std::string_view text, const std::string& origin) {
+        origin_ = origin;
+        const Source source{origin};
+        YAML::Node root;
+        try {
+            root = YAML::Load(std::string(text));
+        } catch (const YAML::Exception& error) {
+            fail("{}: not valid YAML: {}", source.at(error.mark), error.msg);
+        }
+        if (root.IsNull()) return;
+        if (!root.IsMap()) fail("{}: {} stands at the top level; sections such as 'model:' are needed", source.at(root.Mark()),
+                                root.IsScalar() ? "text" : "a list");
+        mapping(*find_section(""), root, source);
+    }
+
+    void override_with(const std::string& assignment) {
+        const Source source{"--set " + assignment, false};
+        const auto equals = assignment.find('=');
+        if (equals == std::string::npos || equals == 0)
+            fail("--set {}: a key, '=' and a value are needed, as in --set train.steps=100", assignment);
+        const std::string name = assignment.substr(0, equals);
+        const auto dot = name.find('.');
+        const std::string section_name = dot == std::string::npos ? "" : name.substr(0, dot);
+        const std::string key_name = dot == std::string::npos ? name : name.substr(dot + 1);
+        const Section* section = find_section(section_name);
+        if (section == nullptr)
+            fail("{}: unknown section '{}'; {}", source.file, section_name, suggestion(*find_section(""), section_name));
+        const Key* key = find_key(*section, key_name);
+        if (key == nullptr) fail("{}: unknown key '{}'; {}", source.file, name, suggestion(*section, key_name));
+        YAML::Node value;
+        try {
+            value = YAML::Load(assignment.substr(equals + 1));
+        } catch (const YAML::Exception& error) {
+            fail("{}: not valid YAML: {}", source.file, error.msg);
+        }
+        assign(*section, *key, value, source.file, source);
+    }
+
+    void finish() {
+        for (const auto& section : table())
+            for (const auto& key : section.keys)
+                if (key.required && !given_.contains(full_name(section, key)))
+                    fail("{}: {} is missing: {}", origin_, full_name(section, key), key.doc);
+        derive();
+    }
+
+private:
+    std::string origin_;
+    std::set<std::string> given_;
+
+    void mapping(const Section& section, const YAML::Node& node, const Source& source) {
+        std::set<std::string> seen;
+        for (const auto& entry : node) {
+            if (!entry.first.IsScalar()) fail("{}: a key is {}; a name is needed", source.at(entry.first.Mark()), shown(entry.first));
+            const std::string name = entry.first.Scalar();
+            const std::string full = section.name.empty() ? name : section.name + "." + name;
+            const std::string at = source.at(entry.first.Mark());
+            if (!seen.insert(name).second) fail("{}: '{}' stands twice; keep one", at, full);
+            if (const Key* key = find_key(section, name)) {
+                assign(section, *key, entry.second, at, source);
+            } else if (const Section* inner = section.name.empty() ? find_section(name) : nullptr; inner && !name.empty()) {
+                if (entry.second.IsNull()) continue;
+                if (!entry.second.IsMap())
+                    fail("{}: section '{}' is {}; keys and values are needed below it", at, name, shown(entry.second));
+                mapping(*inner, entry.second, source);
+            } else {
+                fail("{}: unknown key '{}'; {}", at, full, suggestion(section, name));
+            }
+        }
+    }
+
+    void assign(const Section& section, const Key& key, const YAML::Node& node, const std::string& at, const Source& source) {
+        const std::string name = full_name(section, key);
+        key.set(config, read_value(key, name, node, at, source));
+        given_.insert(name);
+    }
+
+    // Values that follow from others, and contradictions between keys.
+    void derive() {
+        auto& train = config.train;
+        const auto& data = config.data;
+        if (train.steps == 0 && train.tokens == 0)
+            fail("{}: neither train.steps nor train.tokens is given; one of them is needed", origin_);
+        if (train.steps != 0 && train.tokens != 0)
+            fail("{}: train.steps is {} and train.tokens is {}; only one of them can hold, drop the other", origin_, train.steps,
+                 train.tokens);
+        const std::int64_t tokens_a_step = train.batch_size * data.sequence_length;
+        if (train.steps == 0) {
+            train.steps = (train.tokens + tokens_a_step - 1) / tokens_a_step;
+            train.tokens = 0;
+        }
+        auto& schedule = config.schedule;
+        if (schedule.type == ScheduleType::wsd && schedule.decay_steps == 0)
+            schedule.decay_steps = std::min(std::max<std::int64_t>(1, train.steps / 10),
+                                            std::max<std::int64_t>(1, train.steps - schedule.warmup_steps));
+        const std::int64_t scheduled =
+            schedule.warmup_steps + (schedule.type == ScheduleType::wsd ? schedule.decay_steps : 0);
+        if (scheduled > train.steps)
+            fail("{}: schedule.warmup_steps {}{} do not fit into train.steps {}; lower them, or raise train.steps to {}",
+                 origin_, schedule.warmup_steps,
+                 schedule.type == ScheduleType::wsd ? fmt::format(" and schedule.decay_steps {}", schedule.decay_steps) : "",
+                 train.steps, scheduled);
+        if (train.micro_batch > 0 && train.batch_size % train.micro_batch != 0)
+            fail("{}: train.batch_size {} is not a multiple of train.micro_batch {}; {} would be", origin_, train.batch_size,
+                 train.micro_batch, (train.batch_size / train.micro_batch + 1) * train.micro_batch);
+        if (!std::has_single_bit(static_cast<std::uint64_t>(config.model.chunk_size)))
+            fail("{}: model.chunk_size is {}; a power of two such as {} is needed", origin_, config.model.chunk_size,
+                 std::bit_ceil(static_cast<std::uint64_t>(config.model.chunk_size)));
+        if (train.dtype == DType::bfloat16 && train.device == DeviceChoice::cpu)
+            fail("{}: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32", origin_);
+        if (train.dtype == DType::float64 && train.device == DeviceChoice::cuda)
+            fail("{}: train.dtype is float64 and train.device is cuda; the GPU computes in float32 or bfloat16", origin_);
+        if (model::has_levels(config.model.type) && config.model.num_levels == 0)
+            config.model.num_levels = std::bit_width(static_cast<std::uint64_t>(data.sequence_length - 1)) + 1;
+    }
+};
+
+// ---- YAML out --------------------------------------------------------------------------------------------------------
+
+// Quoted where YAML might read something else than this text.
+std::string quoted(const std::string& text) {
+    const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
+        return std::isalnum(c) || c == '_' || c == '/' || c == '.' || c == '-';
+    }) && text.find_first_not_of("0123456789.-_") != std::string::npos && text.front() != '-' && text.front() != '.';
+    if (plain) return text;
+    std::string out = "\"";
+    for (const char c : text) {
+        if (c == '"' || c == '\\') out += '\\';
+        if (c == '\n') out += "\\n";
+        else out += c;
+    }
+    return out + "\"";
+}
+
+std::string text_of(const Value& value) {
+    if (const auto* whole = std::get_if<std::int64_t>(&value)) return fmt::format("{}", *whole);
+    if (const auto* real = std::get_if<double>(&value)) return number(*real);
+    if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+    if (const auto* text = std::get_if<std::string>(&value)) return quoted(*text);
+    std::vector<std::string> items;
+    for (const auto& item : std::get<std::vector<std::string>>(value)) items.push_back(quoted(item));
+    return fmt::format("[{}]", fmt::join(items, ", "));
+}
+
+}  // namespace
+
+RunConfig parse_config(std::string_view text, const std::string& origin, const std::vector<std::string>& overrides) {
+    Reader reader;
+    reader.file(text, origin);
+    for (const auto& assignment : overrides) reader.override_with(assignment);
+    reader.finish();
+    return reader.config;
+}
+
+RunConfig load_config(const std::string& path, const std::vector<std::string>& overrides) {
+    return parse_config(read_file(path), path, overrides);
+}
+
+void resolve_for_processes(RunConfig& config, int processes) {
+    auto& train = config.train;
+    FENWICK_CHECK(train.batch_size % processes == 0,
+                  "train.batch_size {} does not divide among {} processes; {} would", train.batch_size, processes,
+                  (train.batch_size / processes + 1) * processes);
+    const std::int64_t share = train.batch_size / processes;
+    if (train.micro_batch == 0) train.micro_batch = share;
+    FENWICK_CHECK(share % train.micro_batch == 0,
+                  "train.batch_size {} is not a multiple of train.micro_batch {} times {} processes; train.micro_batch {} or "
+                  "train.batch_size {} would fit",
+                  train.batch_size, train.micro_batch, processes, share,
+                  (train.batch_size / (train.micro_batch * processes) + 1) * train.micro_batch * processes);
+}
+
+std::string to_yaml(const RunConfig& config) {
+    std::string out;
+    for (const auto& section : table()) {
+        if (!section.name.empty()) out += fmt::format("{}:\n", section.name);
+        for (const auto& key : section.keys)
+            out += fmt::format("{}{}: {}\n", section.name.empty() ? "" : "  ", key.name, text_of(key.get(config)));
+    }
+    return out;
+}
+
+std::vector<Difference> differences(const RunConfig& theirs, const RunConfig& ours, std::string_view section_name) {
+    std::vector<Difference> found;
+    for (const auto& section : table()) {
+        if (!section_name.empty() && section.name != section_name) continue;
+        for (const auto& key : section.keys)
+            if (const Value a = key.get(theirs), b = key.get(ours); a != b)
+                found.push_back({full_name(section, key), text_of(a), text_of(b)});
+    }
+    return found;
+}
+
+std::string configuration_markdown() {
+    std::string out =
+        "# Configuration\n\n"
+        "`fenwick train CONFIG.yaml` reads these keys; `--set section.key=value` overrides any of them. Every run folder\n"
+        "holds the resolved configuration in `config.yaml`. This page is made from the table in `src/train/config.cpp`; a\n"
+        "test keeps the two equal (`FENWICK_UPDATE_DOCS=1 build/tests/train_test` writes it anew).\n";
+    const RunConfig defaults;
+    for (const auto& section : table()) {
+        out += fmt::format("\n## {}\n\n", section.name.empty() ? section.doc : fmt::format("`{}`", section.name));
+        if (!section.name.empty()) out += section.doc + "\n\n";
+        out += "| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n";
+        for (const auto& key : section.keys) {
+            std::string allowed;
+            if (!key.choices.empty()) {
+                std::vector<std::string> names;
+                for (const auto& name : key.choices) names.push_back(fmt::format("`{}`", name));
+                allowed = fmt::format("{}", fmt::join(names, ", "));
+            } else if (key.low != -any && key.high != any) {
+                allowed = fmt::format("{} to {}{}", number(key.low), key.high_open ? "below " : "", number(key.high));
+            } else if (key.low != -any) {
+                allowed = fmt::format("{} {}", key.low_open ? ">" : "≥", number(key.low));
+            }
+            const std::string value = text_of(key.get(defaults));
+            out += fmt::format("| `{}` | {} | {} | {} | {} |\n", key.name, key.type,
+                               key.required ? "required" : value == "\"\"" ? "empty" : fmt::format("`{}`", value), allowed,
+                               key.doc);
+        }
+    }
+    return out;
+}
+
+}  // namespace fenwick::train

@@ -1,0 +1,303 @@
+#include "train/trainer.h"
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <optional>
+
+#include "base/files.h"
+#include "base/log.h"
+#include "base/memory_cuda.h"
+#include "base/parallel.h"
+#include "data/loader.h"
+#include "data/token_file.h"
+#include "train/checkpoint.h"
+#include "train/optimizer.h"
+#include "train/schedule.h"
+
+namespace fenwick::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+// ---- signals -----------------------------------------------------------------------------------------------------------
+
+volatile std::sig_atomic_t stop_requested = 0;
+
+extern "C" void request_stop(int signal) {
+    stop_requested = 1;
+    std::signal(signal, SIG_DFL);  // a second one kills
+}
+
+// While it lives, SIGINT and SIGTERM ask for a stop.
+class SignalScope {
+public:
+    SignalScope() : interrupt_(std::signal(SIGINT, request_stop)), terminate_(std::signal(SIGTERM, request_stop)) {
+        stop_requested = 0;
+    }
+    ~SignalScope() {
+        std::signal(SIGINT, interrupt_);
+        std::signal(SIGTERM, terminate_);
+    }
+    SignalScope(const SignalScope&) = delete;
+    SignalScope& operator=(const SignalScope&) = delete;
+
+private:
+    void (*interrupt_)(int);
+    void (*terminate_)(int);
+};
+
+// ---- small pieces --------------------------------------------------------------------------------------------------------
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+Device choose_device(const TrainConfig& train, const Communicator& communicator) {
+    const int gpus = train.device == DeviceChoice::cpu || train.dtype == DType::float64 ? 0 : cuda_device_count();
+    FENWICK_CHECK(train.device != DeviceChoice::cuda || gpus > 0,
+                  "train.device is cuda, but this program sees no GPU (or was built without CUDA); use cpu or auto");
+    FENWICK_CHECK(train.dtype != DType::bfloat16 || gpus > 0,
+                  "train.dtype is bfloat16, which needs a GPU, and none is seen; use float32");
+    return gpus > 0 ? Device{DeviceType::cuda, communicator.rank() % gpus} : cpu_device;
+}
+
+data::LoaderOptions loader_options(const std::vector<std::string>& files, const RunConfig& config, std::int64_t rows,
+                                   bool shuffle) {
+    return {.files = files,
+            .sequence_length = config.data.sequence_length,
+            .rows = rows,
+            .seed = static_cast<std::uint64_t>(config.train.seed),
+            .shuffle = shuffle};
+}
+
+// What several ranks must agree on after a step, in one reduction.
+void reduce(Communicator& communicator, std::vector<double>& values) {
+    const Tensor tensor = Tensor::from(values, {static_cast<std::int64_t>(values.size())});
+    communicator.all_reduce_sum(tensor);
+    values = tensor.to_vector<double>();
+}
+
+// ---- the loop ------------------------------------------------------------------------------------------------------------
+
+class Trainer {
+public:
+    Trainer(RunConfig config, Communicator& communicator, Observer& observer)
+        : config_(std::move(config)), communicator_(communicator), observer_(observer),
+          device_(choose_device(config_.train, communicator)),
+          loader_(loader_options(config_.data.train, config_, config_.train.batch_size, true)) {
+        adopt_tokenizer();
+        config_.model.validate();
+        model_.emplace(config_.model, device_, config_.weight_dtype(), config_.train.dtype);
+        model_->initialize(static_cast<std::uint64_t>(config_.train.seed));
+        model_->set_recompute(config_.train.recompute);
+        optimizer_.emplace(model_->parameters(), config_.optimizer);
+        if (!config_.data.valid.empty()) {
+            const std::int64_t rows = config_.train.micro_batch * communicator_.size();
+            validation_.emplace(loader_options({config_.data.valid}, config_, rows, false));
+            FENWICK_CHECK(validation_->tokenizer_identity() == tokenizer_.identity,
+                          "{}: its tokenizer is not that of {}; tokenize both with the same one", config_.data.valid,
+                          config_.data.train.front());
+        }
+    }
+
+    EndReport run(Resume resume) {
+        const std::string resumed_from = open_run_folder(resume);
+        reset_peak_memory(device_.type);
+        if (communicator_.is_root())
+            observer_.on_start({.config = config_, .first_step = step_ + 1, .resumed_from = resumed_from,
+                                .parameter_count = model_->parameter_count(), .tokens_per_epoch = loader_.tokens_per_epoch(),
+                                .device = device_, .processes = communicator_.size(), .memory = memory_stats(device_.type)});
+
+        SignalScope signals;
+        const auto& train = config_.train;
+        bool interrupted = false;
+        while (step_ < train.steps && !interrupted) {
+            ++step_;
+            const bool last = step_ == train.steps;
+            const auto step_start = std::chrono::steady_clock::now();
+            StepReport report = update(interrupted);
+            report.tokens_per_s = static_cast<double>(report.tokens - tokens_) / seconds_since(step_start);
+            tokens_ = report.tokens;
+            if (validation_ && (last || is_due(train.validate_every))) report.valid_loss = validate();
+            report.time_s = seconds_since(start_);
+            if (communicator_.is_root()) {
+                if (last || report.valid_loss || step_ % train.log_every == 0) metrics_->write(report);
+                observer_.on_step(report);
+            }
+            if (last || interrupted || is_due(train.checkpoint_every)) save();
+        }
+        EndReport end{.step = step_, .interrupted = interrupted && step_ < train.steps,
+                      .checkpoint = checkpoint_path(checkpoints(), step_), .time_s = seconds_since(start_),
+                      .memory = memory_stats(device_.type)};
+        if (communicator_.is_root()) observer_.on_end(end);
+        return end;
+    }
+
+private:
+    bool is_due(std::int64_t every) const { return every > 0 && step_ % every == 0; }
+    std::string checkpoints() const { return config_.run_dir + "/checkpoints"; }
+
+    void adopt_tokenizer() {
+        const data::TokenFile file(config_.data.train.front());
+        tokenizer_ = {file.info().tokenizer_kind, file.info().tokenizer_identity, file.tokenizer_definition()};
+        if (config_.model.vocab_size == 0) config_.model.vocab_size = loader_.vocab_size();
+        FENWICK_CHECK(config_.model.vocab_size >= loader_.vocab_size(),
+                      "model.vocab_size is {}, but {} has token ids up to {}; use at least {}, or 0 to take it from there",
+                      config_.model.vocab_size, config_.data.train.front(), loader_.vocab_size() - 1, loader_.vocab_size());
+    }
+
+    // Makes the folder or continues in it; returns the checkpoint resumed from, or "".
+    std::string open_run_folder(Resume resume) {
+        const bool holds_run = fs::exists(config_.run_dir + "/config.yaml") || fs::exists(config_.run_dir + "/metrics.jsonl") ||
+                               !checkpoint_steps(checkpoints()).empty();
+        FENWICK_CHECK(resume == Resume::automatic || !holds_run,
+                      "{} already holds a run; continue it with --resume auto, or give another run_dir", config_.run_dir);
+        const std::string newest = holds_run ? agree_on_checkpoint() : "";
+        if (!newest.empty()) restore(newest);
+        communicator_.barrier();  // everyone has read before rank 0 writes
+        if (communicator_.is_root()) {
+            std::error_code error;
+            fs::create_directories(checkpoints(), error);
+            FENWICK_CHECK(!error, "{}: the folder cannot be made ({})", checkpoints(), error.message());
+            write_file_atomically(config_.run_dir + "/config.yaml", to_yaml(config_));
+            metrics_.emplace(config_.run_dir + "/metrics.jsonl", step_);
+        }
+        return newest;
+    }
+
+    // Rank 0 looks for the newest complete checkpoint and tells the others. "" if there is none.
+    std::string agree_on_checkpoint() {
+        const Tensor step = Tensor::full({1}, -1.0, DType::float64);
+        if (communicator_.is_root())
+            if (const auto newest = latest_complete(checkpoints()))
+                *step.as<double>() = static_cast<double>(read_checkpoint_header(*newest).step);
+        communicator_.broadcast(step, 0);
+        return step.item() < 0 ? "" : checkpoint_path(checkpoints(), static_cast<std::int64_t>(step.item()));
+    }
+
+    void restore(const std::string& path) {
+        const CheckpointHeader header = read_checkpoint_header(path);
+        check_same_model(path, header, config_);
+        FENWICK_CHECK(header.tokenizer.identity == tokenizer_.identity, "{}: its tokenizer is not that of {}", path,
+                      config_.data.train.front());
+        if (communicator_.is_root())
+            for (const auto& difference : differences(parse_config(header.config, path), config_, ""))
+                if (difference.key != "run_dir" && difference.key != "train.num_threads")
+                    spdlog::warn("{} was {} when {} was written, now it is {}", difference.key, difference.theirs, path,
+                                 difference.ours);
+        load_checkpoint(path, *optimizer_);
+        step_ = header.step;
+        tokens_ = header.tokens;
+        loader_.seek(header.loader);
+    }
+
+    void save() {
+        if (communicator_.is_root()) {
+            const std::string path = checkpoint_path(checkpoints(), step_);
+            save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state(), .config = to_yaml(config_),
+                                   .tokenizer = tokenizer_}, *optimizer_);
+            remove_old_checkpoints(checkpoints(), config_.train.keep_checkpoints);
+            observer_.on_checkpoint(step_, path);
+        }
+        communicator_.barrier();
+    }
+
+    Tensor on_device(const std::vector<std::int32_t>& values, const data::Batch& batch) const {
+        return Tensor::from(values, {batch.rows, batch.length}, device_);
+    }
+
+    // Forward and backward over this rank's rows of the global batch, reduction, one update.
+    StepReport update(bool& stop) {
+        const auto& train = config_.train;
+        const std::int64_t share = train.batch_size / communicator_.size(), first = communicator_.rank() * share;
+        const std::int64_t valid = loader_.valid_targets();  // of all ranks and accumulation steps: the mean is over these
+        optimizer_->zero_gradients();
+        std::vector<Tensor> losses;
+        for (std::int64_t row = first; row < first + share; row += train.micro_batch) {
+            const data::Batch batch = loader_.peek(row, train.micro_batch);
+            if (batch.valid_targets == 0) continue;
+            Tape tape;
+            Variable loss;
+            {
+                Recording recording(tape);
+                loss = model_->loss(on_device(batch.inputs, batch), on_device(batch.targets, batch),
+                                    SequenceLayout::uniform(batch.rows, batch.length),
+                                    static_cast<double>(std::max<std::int64_t>(valid, 1))).loss;
+            }
+            tape.backward(loss);
+            losses.push_back(loss.value());
+        }
+        loader_.advance();
+
+        communicator_.all_reduce_sum(optimizer_->gradients());
+        std::vector<double> sums{0.0, static_cast<double>(stop_requested)};
+        for (const auto& loss : losses) sums[0] += loss.item();
+        reduce(communicator_, sums);
+        stop = sums[1] > 0;
+
+        StepReport report{.step = step_, .total_steps = train.steps, .tokens = tokens_ + valid, .loss = sums[0]};
+        report.learning_rate = learning_rate(config_.schedule, config_.optimizer.learning_rate, step_, train.steps);
+        report.grad_norm = optimizer_->gradient_norm();
+        report.skipped = !std::isfinite(report.loss) || !std::isfinite(report.grad_norm);
+        if (report.skipped && train.on_nan == NanPolicy::stop) fail_not_finite(report);
+        if (!report.skipped) optimizer_->update(step_, report.learning_rate, report.grad_norm);
+        return report;
+    }
+
+    [[noreturn]] void fail_not_finite(const StepReport& report) const {
+        const std::string tensor = optimizer_->first_not_finite();
+        fail("step {}: the loss is {}, the gradient norm {}; first tensor that is not finite: {}. Lower "
+             "optimizer.learning_rate or optimizer.clip_norm, or set train.on_nan to skip",
+             report.step, report.loss, report.grad_norm, tensor.empty() ? "the loss" : tensor);
+    }
+
+    // Mean negative log-likelihood over the validation rows. Sums are kept in float64, row by row.
+    double validate() {
+        const std::int64_t length = config_.data.sequence_length, micro = config_.train.micro_batch;
+        const std::int64_t wanted = (config_.train.validate_tokens + length - 1) / length;
+        const std::int64_t rows = std::min(validation_->rows_per_epoch(), wanted > 0 ? wanted : validation_->rows_per_epoch());
+        validation_->seek({});
+        std::vector<double> sums{0.0, 0.0};  // negative log-likelihood, targets
+        for (std::int64_t base = 0; base < rows; base += micro * communicator_.size()) {
+            const std::int64_t first = communicator_.rank() * micro;
+            const std::int64_t count = std::min(micro, rows - base - first);
+            if (count > 0) {
+                const data::Batch batch = validation_->peek(first, count);
+                const auto result = model_->loss(on_device(batch.inputs, batch), on_device(batch.targets, batch),
+                                                 SequenceLayout::uniform(batch.rows, batch.length), 1.0);
+                for (const double nll : result.token_nll.to_vector<double>()) sums[0] += nll;
+                sums[1] += static_cast<double>(batch.valid_targets);
+            }
+            validation_->advance();
+            if (communicator_.is_root()) observer_.on_validation(std::min(base + micro * communicator_.size(), rows), rows);
+        }
+        reduce(communicator_, sums);
+        return sums[1] > 0 ? sums[0] / sums[1] : 0.0;
+    }
+
+    RunConfig config_;
+    Communicator& communicator_;
+    Observer& observer_;
+    Device device_;
+    data::Loader loader_;
+    std::optional<data::Loader> validation_;
+    TokenizerInfo tokenizer_;
+    std::optional<model::LanguageModel> model_;
+    std::optional<Optimizer> optimizer_;
+    std::optional<MetricsFile> metrics_;
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    std::int64_t step_ = 0;    // updates done, or the one in progress
+    std::int64_t tokens_ = 0;  // targets trained on
+};
+
+}  // namespace
+
+EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer) {
+    resolve_for_processes(config, communicator.size());
+    if (config.train.num_threads > 0) set_num_threads(static_cast<int>(config.train.num_threads));
+    return Trainer(std::move(config), communicator, observer).run(resume);
+}
+
+}  // namespace fenwick::train

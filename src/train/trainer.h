@@ -1,0 +1,54 @@
+// The training loop.
+#pragma once
+
+#include <string>
+
+#include "base/memory.h"
+#include "train/communicator.h"
+#include "train/config.h"
+#include "train/metrics.h"
+
+namespace fenwick::train {
+
+struct StartReport {
+    const RunConfig& config;        // resolved
+    std::int64_t first_step = 1;    // > 1 for a resumed run
+    std::string resumed_from;       // checkpoint, or ""
+    std::int64_t parameter_count = 0;
+    std::int64_t tokens_per_epoch = 0;
+    Device device;
+    int processes = 1;
+    MemoryStats memory;
+};
+
+struct EndReport {
+    std::int64_t step = 0;
+    bool interrupted = false;    // by SIGINT or SIGTERM
+    std::string checkpoint;      // the last one
+    double time_s = 0;
+    MemoryStats memory;          // with the peaks
+};
+
+// What a command line or a test may look at. Called on rank 0 only, from the training thread; an exception thrown here
+// ends the run at once, as a crash would.
+class Observer {
+public:
+    virtual ~Observer() = default;
+    virtual void on_start(const StartReport&) {}
+    virtual void on_step(const StepReport&) {}                          // after every step, before its checkpoint
+    virtual void on_validation(std::int64_t /*rows_done*/, std::int64_t /*rows*/) {}
+    virtual void on_checkpoint(std::int64_t /*step*/, const std::string& /*path*/) {}
+    virtual void on_end(const EndReport&) {}
+};
+
+enum class Resume : std::uint8_t {
+    no,         // a run folder that already holds a run is refused
+    automatic,  // from the newest complete checkpoint in the run folder; from the start if there is none
+};
+
+// Trains as configured. Writes run_dir/config.yaml, metrics.jsonl, checkpoints/step_N.h5 (rank 0 alone). A run that was
+// killed anywhere and resumed gives the bytes of an uninterrupted one, times aside.
+// SIGINT and SIGTERM end it after the current step with a checkpoint (EndReport::interrupted); a second one kills.
+EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer);
+
+}  // namespace fenwick::train
