@@ -15,10 +15,11 @@ inline std::int64_t rows_per_block(std::int64_t columns, std::int64_t elements =
 }
 
 // Calls body(begin, end, sums) for blocks of rows, in parallel; each block has zeroed sums [columns] of its own. Returns
-// their total, added in the order of the blocks. There are at most 128 blocks, so that this addition stays small.
+// their total, added in the order of the blocks. There are at most 128 blocks, so that this addition stays small, and none
+// (but the last) has fewer than `least_rows` rows.
 template <class T, class Body>
-std::vector<T> sum_over_rows(std::int64_t rows, std::int64_t columns, Body&& body) {
-    const std::int64_t grain = std::max((rows + 127) / 128, rows_per_block(columns, 4096));
+std::vector<T> sum_over_rows(std::int64_t rows, std::int64_t columns, Body&& body, std::int64_t least_rows = 1) {
+    const std::int64_t grain = std::max({(rows + 127) / 128, rows_per_block(columns, 4096), least_rows});
     const std::int64_t blocks = (rows + grain - 1) / grain;
     std::vector<T> partial(static_cast<std::size_t>(std::max<std::int64_t>(blocks, 1) * columns), T{0});
     parallel_for(0, rows, grain, [&](std::int64_t begin, std::int64_t end) {
