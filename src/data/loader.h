@@ -31,20 +31,23 @@ struct Batch {
     std::int64_t valid_targets = 0;             // of these rows
 };
 
-// Cuts the stream of all tokens into rows of T + 1 overlapping by one, so that every token of an epoch is a target
-// exactly once (the first excepted); the last row of an epoch is filled with ignored targets.
+// Cuts the stream of all tokens (the files one after the other) into rows of T + 1 overlapping by one, so that every
+// token of an epoch is a target exactly once (the first excepted); the last row of an epoch is filled with ignored targets.
+// A global batch that reaches the end of an epoch goes on with the first rows of the next: no row is left out. Which rows
+// a batch holds depends on the state, the seed and options.rows alone. For one thread at a time.
 class Loader {
 public:
+    // Throws Error: a bad file, files of different tokenizers, fewer than 2 tokens in all.
     explicit Loader(const LoaderOptions& options);
     ~Loader();
 
     std::int64_t rows_per_epoch() const;
-    std::int64_t tokens_per_epoch() const;
+    std::int64_t tokens_per_epoch() const;  // targets of an epoch: all tokens but the first
     std::int64_t vocab_size() const;
     std::string tokenizer_identity() const;
 
     const LoaderState& state() const;
-    void seek(const LoaderState& state);
+    void seek(const LoaderState& state);  // throws Error when the epoch has no such row
 
     // Rows [first, first + count) of the next global batch (of options.rows rows), which several processes or
     // accumulation steps share; does not move the state.

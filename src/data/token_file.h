@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "data/tokenizer.h"
+
 namespace fenwick::data {
 
 struct TokenFileInfo {
@@ -13,13 +15,21 @@ struct TokenFileInfo {
     std::int64_t num_tokens = 0;     // end-of-document tokens included
     std::int64_t num_documents = 0;
     std::int64_t vocab_size = 0;
-    std::int64_t text_bytes = 0;     // UTF-8 bytes of the original text
+    std::int64_t text_bytes = 0;     // bytes of the original text
     std::int64_t text_words = 0;     // whitespace-separated words of the original text
     std::int32_t end_of_document = 0;
     std::string tokenizer_kind, tokenizer_identity;
 };
 
-// Reads a token file. Opening checks the format mark, the completion mark and the offsets; verify() every checksum.
+// A text file that tokens were made from.
+struct TokenSource {
+    std::string name;
+    std::int64_t bytes = 0;
+    std::string sha256;
+};
+
+// Reads a token file. Opening checks the format mark, the completion mark, the sizes and the offsets; a chunk's
+// checksum is checked when it is first read; verify() checks every one.
 class TokenFile {
 public:
     explicit TokenFile(const std::string& path);
@@ -30,8 +40,34 @@ public:
     // Tokens [offset, offset + count) into out. Thread-safe. A damaged chunk is an Error that names it.
     void read(std::int64_t offset, std::int64_t count, std::int32_t* out) const;
     const std::vector<std::int64_t>& document_offsets() const;  // num_documents + 1, in tokens
+    // Of the original text of each document; their sums are info().text_bytes and text_words. num_documents each.
+    const std::vector<std::int64_t>& document_bytes() const;
+    const std::vector<std::int64_t>& document_words() const;
+    std::vector<TokenSource> sources() const;
     std::string tokenizer_definition() const;
+    std::unique_ptr<Tokenizer> tokenizer() const;
     void verify() const;
+
+private:
+    struct Implementation;
+    std::unique_ptr<Implementation> implementation_;
+};
+
+// Writes a token file in one pass, with bounded memory: to "<path>.tmp", put in place by finish(). A writer that is
+// destroyed before finish() leaves nothing behind. The same calls give the same bytes.
+class TokenFileWriter {
+public:
+    // deflate: 0 (none) to 9.
+    TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate = 0);
+    ~TokenFileWriter();
+    TokenFileWriter(const TokenFileWriter&) = delete;
+    TokenFileWriter& operator=(const TokenFileWriter&) = delete;
+
+    void append(const std::int32_t* ids, std::int64_t count);  // to the open document; ids must be in the vocabulary
+    // Closes the document: writes the end-of-document token. bytes and words are of its original text.
+    void end_document(std::int64_t bytes, std::int64_t words);
+    void add_source(const TokenSource& source);
+    TokenFileInfo finish();  // syncs, renames; throws Error when there is no document
 
 private:
     struct Implementation;

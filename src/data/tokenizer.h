@@ -18,10 +18,14 @@ public:
     virtual std::int32_t end_of_document() const = 0;   // the id written after each document; not text
     // Appends the ids of `text`; never adds begin or end tokens. Safe to call from several threads.
     virtual void encode(std::string_view text, std::vector<std::int32_t>& ids) const = 0;
+    // The text of ids; end_of_document reads as "". Throws Error for an id outside [0, vocab_size).
     virtual std::string decode(const std::int32_t* ids, std::int64_t count) const = 0;
     // The file that defines it (a SentencePiece model), "" for bytes: stored in token files and checkpoints, so that
     // either alone suffices to decode.
     virtual std::string definition() const = 0;
+    // True when encode(a + b) is encode(a) followed by encode(b) for every a that ends in a newline, and decode gives
+    // back the exact text: long documents may then be encoded piece by piece.
+    virtual bool splits_at_newlines() const = 0;
     // SHA-256 of kind and definition: two tokenizers with the same identity give the same ids.
     std::string identity() const;
 };
@@ -30,5 +34,19 @@ public:
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path);
 // From what a token file or checkpoint stores.
 std::unique_ptr<Tokenizer> restore_tokenizer(const std::string& kind, const std::string& definition);
+
+struct SentencePieceOptions {
+    std::int64_t vocab_size = 4096;      // pieces in all; 256 are bytes, 3 the unknown piece, end of document and newline
+    std::string model_type = "bpe";      // "bpe" or "unigram"
+    int threads = 0;                     // 0: num_threads()
+    double character_coverage = 0.9995;  // share of the text's characters that get pieces; others become bytes
+    std::int64_t sample_bytes = 64 << 20;  // larger corpora are trained on evenly spaced lines of about this many bytes
+};
+
+// Trains a SentencePiece model on text files and writes it to `output_path` (atomically). The model is lossless:
+// decode(encode(x)) == x for any bytes, so that bits per byte can be counted. No normalisation, no dummy prefix, no
+// removal of spaces; rare characters and invalid UTF-8 fall back to bytes; a newline is a piece of its own.
+void train_sentencepiece(const std::vector<std::string>& files, const SentencePieceOptions& options,
+                         const std::string& output_path);
 
 }  // namespace fenwick::data

@@ -1,0 +1,402 @@
+#include "data/token_file.h"
+
+#include <unistd.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <list>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "base/hdf5.h"
+
+namespace fenwick::data {
+namespace {
+
+constexpr std::string_view format_name = "fenwick.tokens";
+constexpr std::int64_t format_version = 1;
+constexpr std::int64_t chunk_tokens = 1 << 15;      // of the files written here; readers take what the file says
+constexpr std::int64_t record_chunk = 1 << 12;      // of the lists with one element a document or a chunk
+constexpr std::size_t cache_bytes = 64 << 20;       // decoded chunks a reader keeps
+
+static_assert(std::endian::native == std::endian::little, "checksums are over little-endian bytes");
+
+// uint16 where it holds every id of the vocabulary.
+std::int64_t token_bytes_for(std::int64_t vocab_size) { return vocab_size <= 65536 ? 2 : 4; }
+
+std::uint32_t crc_of(const void* data, std::size_t bytes, std::uint32_t start = 0) {
+    uLong crc = start;
+    auto* next = static_cast<const Bytef*>(data);
+    while (bytes > 0) {
+        const auto step = static_cast<uInt>(std::min<std::size_t>(bytes, 1 << 30));
+        crc = crc32(crc, next, step);
+        next += step;
+        bytes -= step;
+    }
+    return static_cast<std::uint32_t>(crc);
+}
+
+// Grows a one-dimensional dataset by whole chunks and keeps a CRC-32 of all of it.
+template <class T>
+class Column {
+public:
+    Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file) : name_(std::move(name)), chunk_(chunk) {
+        file.create_appendable<T>(name_, chunk, deflate);
+    }
+    template <class OnChunk>
+    void push(T value, hdf5::File& file, OnChunk&& on_chunk) {
+        pending_.push_back(value);
+        if (static_cast<std::int64_t>(pending_.size()) == chunk_) flush(file, on_chunk);
+    }
+    void push(T value, hdf5::File& file) {
+        push(value, file, [](std::uint32_t) {});
+    }
+    template <class OnChunk>
+    void flush(hdf5::File& file, OnChunk&& on_chunk) {
+        if (pending_.empty()) return;
+        const std::size_t bytes = pending_.size() * sizeof(T);
+        crc_ = crc_of(pending_.data(), bytes, crc_);
+        on_chunk(crc_of(pending_.data(), bytes));
+        file.append(name_, pending_.data(), static_cast<std::int64_t>(pending_.size()));
+        pending_.clear();
+    }
+    void flush(hdf5::File& file) {
+        flush(file, [](std::uint32_t) {});
+    }
+    std::uint32_t crc() const { return crc_; }
+    const std::string& name() const { return name_; }
+
+private:
+    std::string name_;
+    std::int64_t chunk_;
+    std::vector<T> pending_;
+    std::uint32_t crc_ = 0;
+};
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- writing
+
+struct TokenFileWriter::Implementation {
+    TokenFileInfo info;
+    std::string temporary;
+    std::vector<std::uint8_t> definition;
+    bool finished = false;
+    hdf5::File file;
+    std::unique_ptr<Column<std::uint16_t>> narrow;  // one of the two holds the tokens
+    std::unique_ptr<Column<std::uint32_t>> wide;
+    std::unique_ptr<Column<std::uint32_t>> chunk_checksums;
+    std::unique_ptr<Column<std::int64_t>> offsets, bytes, words;
+    nlohmann::json sources = nlohmann::json::array();
+
+    Implementation(const std::string& path, const Tokenizer& tokenizer, int deflate)
+        : temporary(path + ".tmp"), file(hdf5::File::create(temporary)) {
+        info.path = path;
+        info.vocab_size = tokenizer.vocab_size();
+        info.end_of_document = tokenizer.end_of_document();
+        info.tokenizer_kind = tokenizer.kind();
+        info.tokenizer_identity = tokenizer.identity();
+        const std::string bytes_of_model = tokenizer.definition();
+        definition.assign(bytes_of_model.begin(), bytes_of_model.end());
+        try {
+            if (token_bytes_for(info.vocab_size) == 2)
+                narrow = std::make_unique<Column<std::uint16_t>>("tokens", chunk_tokens, deflate, file);
+            else
+                wide = std::make_unique<Column<std::uint32_t>>("tokens", chunk_tokens, deflate, file);
+            chunk_checksums = std::make_unique<Column<std::uint32_t>>("token_checksums", record_chunk, 0, file);
+            offsets = std::make_unique<Column<std::int64_t>>("documents/offsets", record_chunk, deflate, file);
+            bytes = std::make_unique<Column<std::int64_t>>("documents/bytes", record_chunk, deflate, file);
+            words = std::make_unique<Column<std::int64_t>>("documents/words", record_chunk, deflate, file);
+            offsets->push(0, file);
+        } catch (...) {
+            ::unlink(temporary.c_str());
+            throw;
+        }
+    }
+    ~Implementation() {
+        if (!finished) ::unlink(temporary.c_str());
+    }
+
+    void push(std::int32_t id) {
+        const auto keep_checksum = [&](std::uint32_t crc) { chunk_checksums->push(crc, file); };
+        if (narrow)
+            narrow->push(static_cast<std::uint16_t>(id), file, keep_checksum);
+        else
+            wide->push(static_cast<std::uint32_t>(id), file, keep_checksum);
+        ++info.num_tokens;
+    }
+};
+
+TokenFileWriter::TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate)
+    : implementation_(std::make_unique<Implementation>(path, tokenizer, deflate)) {}
+TokenFileWriter::~TokenFileWriter() = default;
+
+void TokenFileWriter::append(const std::int32_t* ids, std::int64_t count) {
+    Implementation& self = *implementation_;
+    for (std::int64_t i = 0; i < count; ++i) {
+        FENWICK_CHECK(ids[i] >= 0 && ids[i] < self.info.vocab_size, "{}: token {} is outside the vocabulary of {}", self.info.path,
+                      ids[i], self.info.vocab_size);
+        self.push(ids[i]);
+    }
+}
+
+void TokenFileWriter::end_document(std::int64_t bytes, std::int64_t words) {
+    Implementation& self = *implementation_;
+    self.push(self.info.end_of_document);
+    self.offsets->push(self.info.num_tokens, self.file);
+    self.bytes->push(bytes, self.file);
+    self.words->push(words, self.file);
+    ++self.info.num_documents;
+    self.info.text_bytes += bytes;
+    self.info.text_words += words;
+}
+
+void TokenFileWriter::add_source(const TokenSource& source) {
+    implementation_->sources.push_back({{"name", source.name}, {"bytes", source.bytes}, {"sha256", source.sha256}});
+}
+
+TokenFileInfo TokenFileWriter::finish() {
+    Implementation& self = *implementation_;
+    const TokenFileInfo& info = self.info;
+    hdf5::File& file = self.file;
+    FENWICK_CHECK(info.num_documents > 0, "{}: no document to write; the text is empty", info.path);
+    const auto keep_checksum = [&](std::uint32_t crc) { self.chunk_checksums->push(crc, file); };
+    if (self.narrow)
+        self.narrow->flush(file, keep_checksum);
+    else
+        self.wide->flush(file, keep_checksum);
+    self.chunk_checksums->flush(file);
+    file.set_attribute("token_checksums", "crc32", std::int64_t{self.chunk_checksums->crc()});
+    for (auto* column : {self.offsets.get(), self.bytes.get(), self.words.get()}) {
+        column->flush(file);
+        file.set_attribute(column->name(), "crc32", std::int64_t{column->crc()});
+    }
+    const auto write_bytes = [&](const std::string& name, const std::uint8_t* data, std::size_t size) {
+        file.write(name, data, {static_cast<std::int64_t>(size)});
+        file.set_attribute(name, "crc32", std::int64_t{crc_of(data, size)});
+    };
+    write_bytes("tokenizer", self.definition.data(), self.definition.size());
+    // A file name need not be UTF-8; JSON must be.
+    const std::string sources = self.sources.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    write_bytes("sources", reinterpret_cast<const std::uint8_t*>(sources.data()), sources.size());
+    file.set_attribute("/", "format", format_name);
+    file.set_attribute("/", "format_version", format_version);
+    file.set_attribute("/", "num_tokens", info.num_tokens);
+    file.set_attribute("/", "num_documents", info.num_documents);
+    file.set_attribute("/", "vocab_size", info.vocab_size);
+    file.set_attribute("/", "text_bytes", info.text_bytes);
+    file.set_attribute("/", "text_words", info.text_words);
+    file.set_attribute("/", "end_of_document", std::int64_t{info.end_of_document});
+    file.set_attribute("/", "chunk_tokens", chunk_tokens);
+    file.set_attribute("/", "tokenizer_kind", std::string_view(info.tokenizer_kind));
+    file.set_attribute("/", "tokenizer_identity", std::string_view(info.tokenizer_identity));
+    file.flush();
+    file.set_attribute("/", "complete", std::int64_t{1});
+    file.close();
+    publish_file(self.temporary, info.path);
+    self.finished = true;
+    return info;
+}
+
+// ---------------------------------------------------------------------------------------------------- reading
+
+struct TokenFile::Implementation {
+    using Chunk = std::shared_ptr<const std::vector<std::uint8_t>>;
+
+    hdf5::File file;
+    TokenFileInfo info;
+    std::int64_t token_bytes = 2, chunk_size = 0;
+    std::vector<std::int64_t> offsets, bytes, words;
+    std::vector<std::uint32_t> checksums;  // of each chunk
+
+    // Least recently used chunks make room.
+    std::mutex mutex;
+    std::list<std::int64_t> recent;  // newest first
+    std::map<std::int64_t, std::pair<Chunk, std::list<std::int64_t>::iterator>> cache;
+
+    explicit Implementation(const std::string& path) : file(hdf5::File::open(path)) {
+        FENWICK_CHECK(file.has_attribute("/", "format") && file.attribute_string("/", "format") == format_name,
+                      "{} is not a Fenwick token file (fenwick tokenize makes one)", path);
+        const std::int64_t version = file.attribute_int("/", "format_version");
+        FENWICK_CHECK(version == format_version, "{}: token file of version {}; this program reads version {}", path, version,
+                      format_version);
+        FENWICK_CHECK(file.has_attribute("/", "complete") && file.attribute_int("/", "complete") == 1,
+                      "{}: token file was not written to its end; make it again with fenwick tokenize", path);
+        info.path = path;
+        info.num_tokens = file.attribute_int("/", "num_tokens");
+        info.num_documents = file.attribute_int("/", "num_documents");
+        info.vocab_size = file.attribute_int("/", "vocab_size");
+        info.text_bytes = file.attribute_int("/", "text_bytes");
+        info.text_words = file.attribute_int("/", "text_words");
+        const std::int64_t end_of_document = file.attribute_int("/", "end_of_document");
+        info.tokenizer_kind = file.attribute_string("/", "tokenizer_kind");
+        info.tokenizer_identity = file.attribute_string("/", "tokenizer_identity");
+        chunk_size = file.attribute_int("/", "chunk_tokens");
+        const std::int64_t most = std::int64_t{1} << 40;
+        FENWICK_CHECK(info.num_documents >= 1 && info.num_tokens >= info.num_documents && info.num_tokens < most &&
+                          info.vocab_size >= 1 && info.vocab_size < (std::int64_t{1} << 31) && end_of_document >= 0 &&
+                          end_of_document < info.vocab_size && chunk_size >= 1 && chunk_size <= (1 << 24),
+                      "{}: damaged token file: {} tokens, {} documents, vocabulary {}, end of document {}, chunks of {}", path,
+                      info.num_tokens, info.num_documents, info.vocab_size, end_of_document, chunk_size);
+        info.end_of_document = static_cast<std::int32_t>(end_of_document);
+
+        const auto tokens = file.info("tokens");
+        token_bytes = token_bytes_for(info.vocab_size);
+        FENWICK_CHECK(tokens.type == (token_bytes == 2 ? hdf5::ElementType::uint16 : hdf5::ElementType::uint32) &&
+                          tokens.shape.size() == 1 && tokens.shape[0] == info.num_tokens,
+                      "{}: damaged token file: dataset 'tokens' is not {} values of uint{}", path, info.num_tokens,
+                      8 * token_bytes);
+        checksums = column<std::uint32_t>("token_checksums", (info.num_tokens + chunk_size - 1) / chunk_size);
+        offsets = column<std::int64_t>("documents/offsets", info.num_documents + 1);
+        bytes = column<std::int64_t>("documents/bytes", info.num_documents);
+        words = column<std::int64_t>("documents/words", info.num_documents);
+        bool monotone = offsets.front() == 0 && offsets.back() == info.num_tokens;
+        for (std::size_t i = 1; i < offsets.size(); ++i) monotone = monotone && offsets[i] > offsets[i - 1];
+        FENWICK_CHECK(monotone, "{}: damaged token file: document offsets do not rise from 0 to {}", path, info.num_tokens);
+    }
+
+    void check_crc(const std::string& name, std::uint32_t found) const {
+        const std::int64_t stored = file.attribute_int(name, "crc32");
+        FENWICK_CHECK(stored == found, "{}: dataset '{}' is damaged: checksum {:08x} is stored, its contents have {:08x}", info.path,
+                      name, stored, found);
+    }
+
+    // A whole dataset of known length, its checksum checked.
+    template <class T>
+    std::vector<T> column(const std::string& name, std::int64_t count) const {
+        const auto found = file.info(name);
+        FENWICK_CHECK(found.shape.size() == 1 && found.shape[0] == count,
+                      "{}: damaged token file: dataset '{}' has shape [{}]; [{}] is needed", info.path, name,
+                      fmt::join(found.shape, ", "), count);
+        auto values = file.read<T>(name);
+        check_crc(name, crc_of(values.data(), values.size() * sizeof(T)));
+        return values;
+    }
+    std::string text(const std::string& name) const {
+        const auto found = file.read<std::uint8_t>(name);
+        check_crc(name, crc_of(found.data(), found.size()));
+        return {found.begin(), found.end()};
+    }
+
+    Chunk load(std::int64_t index) {
+        const std::int64_t first = index * chunk_size, count = std::min(chunk_size, info.num_tokens - first);
+        auto data = std::make_shared<std::vector<std::uint8_t>>(static_cast<std::size_t>(count * token_bytes));
+        const std::string name =
+            fmt::format("{}: chunk {} of 'tokens' (tokens {} to {})", info.path, index, first, first + count - 1);
+        try {
+            if (token_bytes == 2)
+                file.read_slice("tokens", first, count, reinterpret_cast<std::uint16_t*>(data->data()));
+            else
+                file.read_slice("tokens", first, count, reinterpret_cast<std::uint32_t*>(data->data()));
+        } catch (const Error& error) {
+            fail("{} is damaged: {}", name, error.what());
+        }
+        const std::uint32_t found = crc_of(data->data(), data->size()), stored = checksums[static_cast<std::size_t>(index)];
+        FENWICK_CHECK(found == stored, "{} is damaged: checksum {:08x} is stored, its contents have {:08x}", name, stored, found);
+        return data;
+    }
+
+    Chunk chunk(std::int64_t index) {
+        {
+            std::lock_guard lock(mutex);
+            if (const auto found = cache.find(index); found != cache.end()) {
+                recent.splice(recent.begin(), recent, found->second.second);
+                return found->second.first;
+            }
+        }
+        Chunk loaded = load(index);  // two threads may load the same; the first one in stays
+        std::lock_guard lock(mutex);
+        if (const auto found = cache.find(index); found != cache.end()) return found->second.first;
+        const std::size_t most = std::max<std::size_t>(4, cache_bytes / static_cast<std::size_t>(chunk_size * token_bytes));
+        while (cache.size() >= most) {
+            cache.erase(recent.back());
+            recent.pop_back();
+        }
+        recent.push_front(index);
+        cache.emplace(index, std::pair{loaded, recent.begin()});
+        return loaded;
+    }
+
+    // Tokens [first, first + count) of a chunk.
+    void copy(const Chunk& chunk, std::int64_t first, std::int64_t count, std::int32_t* out) const {
+        const auto vocab = static_cast<std::uint32_t>(info.vocab_size);
+        bool inside = true;
+        for (std::int64_t i = 0; i < count; ++i) {
+            std::uint32_t id = 0;
+            std::memcpy(&id, chunk->data() + (first + i) * token_bytes, static_cast<std::size_t>(token_bytes));
+            inside &= id < vocab;
+            out[i] = static_cast<std::int32_t>(id);
+        }
+        FENWICK_CHECK(inside, "{}: a token is outside the vocabulary of {}", info.path, vocab);
+    }
+};
+
+TokenFile::TokenFile(const std::string& path) : implementation_(std::make_unique<Implementation>(path)) {}
+TokenFile::~TokenFile() = default;
+TokenFile::TokenFile(TokenFile&&) noexcept = default;
+
+const TokenFileInfo& TokenFile::info() const { return implementation_->info; }
+const std::vector<std::int64_t>& TokenFile::document_offsets() const { return implementation_->offsets; }
+const std::vector<std::int64_t>& TokenFile::document_bytes() const { return implementation_->bytes; }
+const std::vector<std::int64_t>& TokenFile::document_words() const { return implementation_->words; }
+std::string TokenFile::tokenizer_definition() const { return implementation_->text("tokenizer"); }
+
+void TokenFile::read(std::int64_t offset, std::int64_t count, std::int32_t* out) const {
+    Implementation& self = *implementation_;
+    FENWICK_CHECK(offset >= 0 && count >= 0 && offset <= self.info.num_tokens && count <= self.info.num_tokens - offset,
+                  "{}: tokens [{}, {}) are asked for; the file has {}", self.info.path, offset, offset + count,
+                  self.info.num_tokens);
+    while (count > 0) {
+        const std::int64_t first = offset % self.chunk_size, step = std::min(count, self.chunk_size - first);
+        self.copy(self.chunk(offset / self.chunk_size), first, step, out);
+        offset += step;
+        count -= step;
+        out += step;
+    }
+}
+
+std::vector<TokenSource> TokenFile::sources() const {
+    std::vector<TokenSource> found;
+    try {
+        for (const auto& source : nlohmann::json::parse(implementation_->text("sources")))
+            found.push_back({source.at("name"), source.at("bytes"), source.at("sha256")});
+    } catch (const nlohmann::json::exception& error) {
+        fail("{}: dataset 'sources' is damaged: {}", info().path, error.what());
+    }
+    return found;
+}
+
+std::unique_ptr<Tokenizer> TokenFile::tokenizer() const {
+    auto restored = restore_tokenizer(info().tokenizer_kind, tokenizer_definition());
+    FENWICK_CHECK(restored->identity() == info().tokenizer_identity && restored->vocab_size() == info().vocab_size,
+                  "{}: the stored tokenizer is not the one the tokens were made with", info().path);
+    return restored;
+}
+
+void TokenFile::verify() const {
+    Implementation& self = *implementation_;
+    std::int64_t bytes = 0, words = 0;
+    for (const auto value : self.bytes) bytes += value;
+    for (const auto value : self.words) words += value;
+    FENWICK_CHECK(bytes == self.info.text_bytes && words == self.info.text_words,
+                  "{}: documents add up to {} bytes and {} words, the file says {} and {}", self.info.path, bytes, words,
+                  self.info.text_bytes, self.info.text_words);
+    tokenizer();
+    sources();
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(self.chunk_size));
+    std::size_t document = 1;
+    for (std::int64_t index = 0; index < static_cast<std::int64_t>(self.checksums.size()); ++index) {
+        const std::int64_t first = index * self.chunk_size, count = std::min(self.chunk_size, self.info.num_tokens - first);
+        self.copy(self.load(index), 0, count, ids.data());
+        for (; document < self.offsets.size() && self.offsets[document] <= first + count; ++document)
+            FENWICK_CHECK(ids[static_cast<std::size_t>(self.offsets[document] - 1 - first)] == self.info.end_of_document,
+                          "{}: document {} does not end with the end-of-document token", self.info.path, document - 1);
+    }
+}
+
+}  // namespace fenwick::data

@@ -1,0 +1,33 @@
+// UTF-8 as far as tokenizing needs it.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace fenwick::data {
+
+// Bytes of the valid UTF-8 character at the start of `text` (1 to 4), or 0 where there is none: a stray continuation
+// byte, an overlong form, a surrogate, a value past U+10FFFF or a cut character (RFC 3629, section 4).
+constexpr std::size_t utf8_length(std::string_view text) {
+    const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
+    const auto continues = [&](std::size_t i) { return (byte(i) & 0xc0u) == 0x80u; };
+    const unsigned first = byte(0), second = byte(1);
+    if (text.empty()) return 0;
+    if (first < 0x80) return 1;
+    if (first < 0xc2) return 0;
+    if (first < 0xe0) return continues(1) ? 2 : 0;
+    if (first < 0xf0) {
+        const bool in_range = continues(1) && !(first == 0xe0 && second < 0xa0) && !(first == 0xed && second > 0x9f);
+        return in_range && continues(2) ? 3 : 0;
+    }
+    if (first < 0xf5) {
+        const bool in_range = continues(1) && !(first == 0xf0 && second < 0x90) && !(first == 0xf4 && second > 0x8f);
+        return in_range && continues(2) && continues(3) ? 4 : 0;
+    }
+    return 0;
+}
+
+// The white space that separates words: ASCII's, as in the C locale.
+constexpr bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+}  // namespace fenwick::data

@@ -1,0 +1,202 @@
+#include "data/tokenizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "base/random.h"
+#include "base/sha256.h"
+#include "data/utf8.h"
+#include "support/shared_data.h"
+#include "support/temporary_folder.h"
+
+namespace fenwick::data {
+namespace {
+
+using test::error_of;
+using testing::HasSubstr;
+
+std::vector<std::int32_t> encode(const Tokenizer& tokenizer, std::string_view text) {
+    std::vector<std::int32_t> ids;
+    tokenizer.encode(text, ids);
+    for (const auto id : ids) {
+        EXPECT_GE(id, 0);
+        EXPECT_LT(id, tokenizer.vocab_size());
+        EXPECT_NE(id, tokenizer.end_of_document());
+    }
+    return ids;
+}
+std::string decode(const Tokenizer& tokenizer, const std::vector<std::int32_t>& ids) {
+    return tokenizer.decode(ids.data(), static_cast<std::int64_t>(ids.size()));
+}
+
+std::string random_bytes(std::uint64_t seed, std::size_t length) {
+    Random random(seed);
+    std::string text;
+    for (std::size_t i = 0; i < length; ++i) text += static_cast<char>(random.below(256));
+    return text;
+}
+
+// Characters of every length, with those that tokenizers treat in their own way among them.
+std::string random_unicode(std::uint64_t seed, std::size_t characters) {
+    static const std::vector<std::string> special = {" ",  "  ", "\n", "\r\n", "\t", "\xE2\x96\x81" /* U+2581 */, "\xE2\x96\x85" /* U+2585 */,
+                                                     "\xEF\xBF\xBD" /* U+FFFD */, "\xE2\x81\x87" /* U+2047 */, "<unk>", "<s>", "</s>",
+                                                     "<0x0A>", "<|unknown|>", "<|end of document|>", std::string(1, '\0'), "e\xCC\x81",
+                                                     "\xEF\xBB\xBF" /* byte order mark */, "\xC2\xA0", "the", "The "};
+    Random random(seed);
+    std::string text;
+    for (std::size_t i = 0; i < characters; ++i) {
+        const std::uint64_t bits = 1 + random.below(21);
+        const auto code = static_cast<std::uint32_t>(random.below(std::uint64_t{1} << bits));
+        if (random.below(4) == 0)
+            text += special[random.below(special.size())];
+        else if (code < 0x80)
+            text += static_cast<char>(code);
+        else if (code < 0x800)
+            text += {static_cast<char>(0xc0 | code >> 6), static_cast<char>(0x80 | (code & 63))};
+        else if (code < 0x10000 && (code < 0xd800 || code > 0xdfff))
+            text += {static_cast<char>(0xe0 | code >> 12), static_cast<char>(0x80 | (code >> 6 & 63)), static_cast<char>(0x80 | (code & 63))};
+        else if (code >= 0x10000 && code < 0x110000)
+            text += {static_cast<char>(0xf0 | code >> 18), static_cast<char>(0x80 | (code >> 12 & 63)),
+                     static_cast<char>(0x80 | (code >> 6 & 63)), static_cast<char>(0x80 | (code & 63))};
+    }
+    return text;
+}
+
+TEST(Utf8, LengthOfValidAndInvalidCharacters) {
+    EXPECT_EQ(utf8_length(""), 0u);
+    EXPECT_EQ(utf8_length(std::string_view("\0", 1)), 1u);
+    EXPECT_EQ(utf8_length("a"), 1u);
+    EXPECT_EQ(utf8_length("\xC3\xA9"), 2u);
+    EXPECT_EQ(utf8_length("\xE2\x96\x81"), 3u);
+    EXPECT_EQ(utf8_length("\xF0\x9F\x9A\x80"), 4u);
+    EXPECT_EQ(utf8_length("\xF4\x8F\xBF\xBF"), 4u);
+    for (const char* bad : {"\x80", "\xBF", "\xC0\x80", "\xC1\xBF", "\xC3", "\xC3(", "\xE0\x9F\xBF", "\xED\xA0\x80", "\xE2\x96", "\xE2\x96(",
+                            "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80", "\xF0\x9F\x9A", "\xFF"})
+        EXPECT_EQ(utf8_length(bad), 0u);
+}
+
+TEST(ByteTokenizer, IdsAreBytes) {
+    const auto tokenizer = open_tokenizer("bytes");
+    EXPECT_EQ(tokenizer->kind(), "bytes");
+    EXPECT_EQ(tokenizer->vocab_size(), 257);
+    EXPECT_EQ(tokenizer->end_of_document(), 256);
+    EXPECT_EQ(tokenizer->definition(), "");
+    EXPECT_EQ(encode(*tokenizer, "A\n\xff"), (std::vector<std::int32_t>{65, 10, 255}));
+    EXPECT_EQ(encode(*tokenizer, ""), std::vector<std::int32_t>{});
+    EXPECT_EQ(decode(*tokenizer, {72, 105, 256, 33}), "Hi!");
+    const std::string text = random_bytes(1, 5000);
+    EXPECT_EQ(decode(*tokenizer, encode(*tokenizer, text)), text);
+    EXPECT_THAT(error_of([&] { decode(*tokenizer, {257}); }), HasSubstr("token 257 is outside the vocabulary of 257"));
+    EXPECT_THAT(error_of([&] { decode(*tokenizer, {-1}); }), HasSubstr("token -1 is outside"));
+    EXPECT_EQ(tokenizer->identity(), sha256_hex(std::string_view("bytes\0", 6)));
+    EXPECT_EQ(restore_tokenizer("bytes", "")->identity(), tokenizer->identity());
+}
+
+TEST(Tokenizer, SaysWhatIsWrong) {
+    test::TemporaryFolder folder;
+    const std::string model = folder / "a.model";
+    EXPECT_EQ(error_of([&] { open_tokenizer(model); }),
+              "tokenizer " + model + ": no such file; \"bytes\" or the path of a SentencePiece model is needed");
+    for (const std::string& text : {std::string(), std::string("hello\n"), random_bytes(3, 1000)}) {
+        test::write_text(model, text);
+        EXPECT_THAT(error_of([&] { open_tokenizer(model); }), HasSubstr(model + " is not a SentencePiece model"));
+    }
+    EXPECT_THAT(error_of([] { restore_tokenizer("gpt9", ""); }), HasSubstr("tokenizer kind 'gpt9' is unknown"));
+    SentencePieceOptions options;
+    const std::string text = folder / "a.txt", empty = folder / "empty.txt";
+    test::write_text(text, "some text\n");
+    test::write_text(empty, "");
+    EXPECT_EQ(error_of([&] { train_sentencepiece({folder / "no.txt"}, options, model); }), folder / "no.txt" + std::string(": cannot be opened"));
+    EXPECT_EQ(error_of([&] { train_sentencepiece({empty}, options, model); }), "no text to train a tokenizer on: " + empty + " is empty");
+    options.model_type = "wordpiece";
+    EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, model); }), HasSubstr("use bpe or unigram"));
+    options = {};
+    options.vocab_size = 100;
+    EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, model); }), HasSubstr("300 to 1048576"));
+}
+
+class TrainedTokenizer : public testing::TestWithParam<const char*> {
+protected:
+    static std::string corpus() {
+        Random random(5);
+        const std::vector<std::string> words = {"the", "of", "tree", "fenwick", "sum", "naïve", "level", "<unk>", ",", "prefix", "日本語"};
+        std::string text;
+        for (int i = 0; i < 20000; ++i) text += words[random.below(words.size())] + (random.below(12) == 0 ? " \n " : " ");
+        // One line far longer than the trainer takes.
+        for (int i = 0; i < 3000; ++i) text += "longline ";
+        return text;
+    }
+};
+INSTANTIATE_TEST_SUITE_P(, TrainedTokenizer, testing::Values("bpe", "unigram"));
+
+TEST_P(TrainedTokenizer, IsLossless) {
+    test::TemporaryFolder folder;
+    const std::string text = corpus(), path = folder / "a.txt", model = folder / "a.model";
+    test::write_text(path, text);
+    SentencePieceOptions options;
+    options.model_type = GetParam();
+    options.vocab_size = 330;
+    options.threads = 2;
+    train_sentencepiece({path}, options, model);
+    const auto tokenizer = open_tokenizer(model);
+    EXPECT_EQ(tokenizer->kind(), "sentencepiece");
+    EXPECT_LE(tokenizer->vocab_size(), 330);
+    EXPECT_TRUE(tokenizer->splits_at_newlines());
+    const auto ids = encode(*tokenizer, text);
+    EXPECT_EQ(decode(*tokenizer, ids), text);
+    EXPECT_LT(ids.size(), text.size() / (options.model_type == "bpe" ? 3 : 1)) << "no piece longer than a byte was learnt";
+    for (std::uint64_t seed = 0; seed < 200; ++seed) {
+        const std::string unicode = random_unicode(seed, 60), bytes = random_bytes(seed, 100);
+        EXPECT_EQ(decode(*tokenizer, encode(*tokenizer, unicode)), unicode) << "seed " << seed;
+        EXPECT_EQ(decode(*tokenizer, encode(*tokenizer, bytes)), bytes) << "seed " << seed;
+    }
+    EXPECT_EQ(decode(*tokenizer, {tokenizer->end_of_document()}), "");
+    // Pieces cut after a newline have the ids of the whole.
+    const std::string a = "the tree \n  sum \n", b = " level of\n\n";
+    auto parts = encode(*tokenizer, a);
+    const auto rest = encode(*tokenizer, b);
+    parts.insert(parts.end(), rest.begin(), rest.end());
+    EXPECT_EQ(parts, encode(*tokenizer, a + b));
+    // The definition alone restores it.
+    const auto restored = restore_tokenizer("sentencepiece", tokenizer->definition());
+    EXPECT_EQ(restored->identity(), tokenizer->identity());
+    EXPECT_EQ(encode(*restored, text), ids);
+    EXPECT_NE(tokenizer->identity(), open_tokenizer("bytes")->identity());
+}
+
+TEST_P(TrainedTokenizer, TrainsTheSameTwice) {
+    test::TemporaryFolder folder;
+    test::write_text(folder / "a.txt", corpus());
+    SentencePieceOptions options;
+    options.model_type = GetParam();
+    options.vocab_size = 320;
+    options.threads = 2;
+    options.sample_bytes = 30000;  // a part of the lines
+    train_sentencepiece({folder / "a.txt"}, options, folder / "a.model");
+    train_sentencepiece({folder / "a.txt"}, options, folder / "b.model");
+    EXPECT_EQ(read_file(folder / "a.model"), read_file(folder / "b.model"));
+}
+
+// A model of the public kind (dummy prefix, end piece): what the library itself gives.
+TEST(SentencePiece, GivesTheGoldenIdsOfAPublicModel) {
+    const std::string golden = test::shared_file("golden/tokenizers.json"),
+                      model = test::shared_file("data/tokenizers/llama2/tokenizer.model");
+    if (golden.empty() || model.empty()) GTEST_SKIP() << "no shared folder with golden tokenizers";
+    const auto tokenizer = open_tokenizer(model);
+    EXPECT_FALSE(tokenizer->splits_at_newlines());
+    EXPECT_EQ(tokenizer->end_of_document(), 2);
+    const auto cases = nlohmann::json::parse(read_file(golden));
+    const auto& expected = cases.at("tokenizers").at("llama2");
+    for (std::size_t i = 0; i < cases.at("strings").size(); ++i) {
+        const auto ids = expected.at("ids").at(i).get<std::vector<std::int32_t>>();
+        EXPECT_EQ(encode(*tokenizer, cases.at("strings").at(i).get<std::string>()), ids) << "string " << i;
+        EXPECT_EQ(decode(*tokenizer, ids), expected.at("decoded").at(i).get<std::string>()) << "string " << i;
+    }
+}
+
+}  // namespace
+}  // namespace fenwick::data
