@@ -1,0 +1,46 @@
+// What the two cross-entropy operators share.
+#pragma once
+
+#include <string_view>
+
+#include "autograd/tensor.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/elementwise.h"
+
+namespace fenwick::ops {
+
+// Throws unless targets are int32, `count` of them, on `device`, and (where they are on the CPU) each is an id below vocab
+// or kernels::ignore_index.
+inline void check_targets(std::string_view op, const Tensor& targets, std::int64_t count, std::int64_t vocab, Device device) {
+    FENWICK_CHECK(targets.defined() && targets.dtype() == DType::int32, "[{}] targets are {}, expected int32", op,
+                  targets.defined() ? name_of(targets.dtype()) : "missing");
+    FENWICK_CHECK(targets.count() == count && targets.is_contiguous(), "[{}] targets have shape {}, expected {} in one piece", op,
+                  to_string(targets.shape()), count);
+    FENWICK_CHECK(targets.device() == device, "[{}] targets and the other inputs are on different devices", op);
+    if (!device.is_cpu()) return;
+    const auto* ids = targets.as<std::int32_t>();
+    for (std::int64_t i = 0; i < count; ++i)
+        FENWICK_CHECK((ids[i] >= 0 && ids[i] < vocab) || ids[i] == kernels::ignore_index,
+                      "[{}] target {} at position {} is neither below the vocabulary of {} nor {} (ignored)", op, ids[i], i,
+                      vocab, kernels::ignore_index);
+}
+
+// factor * sum(values), one element of the same dtype; added up in float64.
+inline Tensor scaled_sum(const Tensor& values, double factor) {
+    const Tensor total = Tensor::empty({1}, DType::float64, values.device());
+    Tensor result = Tensor::empty({1}, values.dtype(), values.device());
+    kernels::sum(exec_of(values), {.dtype = values.dtype(), .count = values.count(), .values = values.data(),
+                                   .total = total.as<double>()});
+    kernels::axpby(exec_of(values), {.x_dtype = DType::float64, .y_dtype = result.dtype(), .rows = 1, .columns = 1,
+                                     .x_stride = 1, .y_stride = 1, .a = factor, .x = total.data(), .y = result.data()});
+    return result;
+}
+
+// x *= factor, x contiguous; nothing to do for 1, the usual gradient of a loss.
+inline void scale_in_place(const Tensor& x, double factor) {
+    if (factor == 1.0) return;
+    kernels::axpby(exec_of(x), {.x_dtype = x.dtype(), .y_dtype = x.dtype(), .rows = x.rows(), .columns = x.columns(),
+                                .x_stride = x.columns(), .y_stride = x.columns(), .a = factor, .x = x.data(), .y = x.data()});
+}
+
+}  // namespace fenwick::ops
