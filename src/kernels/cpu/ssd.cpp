@@ -212,9 +212,10 @@ T dot(const T* x, const T* y, Index count) {
 
 // ---- states across chunks -----------------------------------------------------------------------------------------------
 
-// The states of all slots, [slot][head][K][V].
+// The states of all slots, [slot][head][K][V], or [slot][head][V][K] if `transposed`.
 template <class T>
-Buffer make_states(const Plan& plan, const Decays& decays, const T* k, Index k_stride, const T* v, Index v_stride) {
+Buffer make_states(const Plan& plan, const Decays& decays, const T* k, Index k_stride, const T* v, Index v_stride,
+                   bool transposed) {
     const Index K = plan.key_width, V = plan.value_width, C = plan.chunk_size, heads = plan.heads;
     const Index state_size = plan.state_size();
     Buffer states = workspace<T>(plan.num_slots() * heads * state_size);
@@ -233,9 +234,12 @@ Buffer make_states(const Plan& plan, const Decays& decays, const T* k, Index k_s
                 const T* row = v + (chunk.first + i) * v_stride + h * V;
                 for (Index c = 0; c < V; ++c) scaled_v[i * V + c] = factor[i] * row[c];
             }
-            blas_gemm(true, false, K, V, n, T{1}, k + chunk.first * k_stride + h / plan.heads_per_group * K, k_stride,
-                      scaled_v, V, T{0},
-                      states.as<T>() + ((plan.first_slot(chunk.document) + chunk.index) * heads + h) * state_size, V);
+            const T* kc = k + chunk.first * k_stride + h / plan.heads_per_group * K;
+            T* state = states.as<T>() + ((plan.first_slot(chunk.document) + chunk.index) * heads + h) * state_size;
+            if (transposed)
+                blas_gemm(true, false, V, K, n, T{1}, scaled_v, V, kc, k_stride, T{0}, state, K);
+            else
+                blas_gemm(true, false, K, V, n, T{1}, kc, k_stride, scaled_v, V, T{0}, state, V);
         }
     });
     // Merges, over slices of the states that fit into the cache.
@@ -290,6 +294,24 @@ void mask_scores(const Plan& plan, Index n, const T* scores, const T* factors, c
             }
 }
 
+// One row of a block, in pieces of W columns (W divides half), so that short rows are unrolled and long ones vectorised.
+// Returns sum over columns of x * column * dm.
+template <int W, class T>
+T mask_row_backward(Index half, T row, const T* x, const T* dm, const T* column, T* m, T* dx, T* columns) {
+    T lanes[W] = {};
+    for (Index s = 0; s < half; s += W)
+        for (int l = 0; l < W; ++l) {
+            const T decayed = x[s + l] * column[s + l], product = decayed * dm[s + l];
+            m[s + l] = decayed * row;
+            dx[s + l] += dm[s + l] * (column[s + l] * row);
+            columns[s + l] += product * row;
+            lanes[l] += product;
+        }
+    for (int step = W / 2; step > 0; step /= 2)
+        for (int l = 0; l < step; ++l) lanes[l] += lanes[l + step];
+    return lanes[0];
+}
+
 // Backward of the masked scores: given d_masked (= do v'), makes masked, adds to d_scores and to dscale, and adds the
 // decays' gradient to dg. A pair (t, s) of a block gives its gradient to the decays from s+1 to t: a sum over rows from
 // the end of the right half, and a sum over columns from the start of the left half. Nothing cancels.
@@ -316,30 +338,11 @@ void mask_scores_backward(const Plan& plan, Index n, const T* scores, const T* d
                 const T* dm = d_masked + t * C + begin;
                 T* m = masked + t * C + begin;
                 T* dx = d_scores + t * C + begin;
-                T sum = 0;
-                Index s = 0;
-                if (half >= 16) {
-                    T lanes[16] = {};
-                    for (; s < half; s += 16)
-                        for (Index l = 0; l < 16; ++l) {
-                            const T decayed = x[s + l] * column[s + l], product = decayed * dm[s + l];
-                            m[s + l] = decayed * row;
-                            dx[s + l] += dm[s + l] * (column[s + l] * row);
-                            columns[s + l] += product * row;
-                            lanes[l] += product;
-                        }
-                    for (Index step = 8; step > 0; step /= 2)
-                        for (Index l = 0; l < step; ++l) lanes[l] += lanes[l + step];
-                    sum = lanes[0];
-                } else {
-                    for (; s < half; ++s) {
-                        const T decayed = x[s] * column[s], product = decayed * dm[s];
-                        m[s] = decayed * row;
-                        dx[s] += dm[s] * (column[s] * row);
-                        columns[s] += product * row;
-                        sum += product;
-                    }
-                }
+                const T sum = half >= 16  ? mask_row_backward<16>(half, row, x, dm, column, m, dx, columns)
+                              : half == 8 ? mask_row_backward<8>(half, row, x, dm, column, m, dx, columns)
+                              : half == 4 ? mask_row_backward<4>(half, row, x, dm, column, m, dx, columns)
+                              : half == 2 ? mask_row_backward<2>(half, row, x, dm, column, m, dx, columns)
+                                          : mask_row_backward<1>(half, row, x, dm, column, m, dx, columns);
                 if (plan.tree) dscale[t * scale_stride + plan.column(level)] += factors[t] * sum;
                 dg[t] += rows += static_cast<double>(row * sum);
             }
@@ -363,7 +366,7 @@ void forward(const Ssd& args) {
     auto* o = static_cast<T*>(args.o);
     const Index K = plan.key_width, V = plan.value_width, C = plan.chunk_size, heads = plan.heads;
     const Decays decays = make_decays(plan, static_cast<const T*>(args.g));
-    const Buffer states = make_states(plan, decays, k, args.k_stride, v, args.v_stride);
+    const Buffer states = make_states(plan, decays, k, args.k_stride, v, args.v_stride, false);
 
     const Index units = plan.num_chunks() * plan.groups;
     parallel_for(0, units, block_grain(units), [&](Index begin, Index end) {
@@ -411,7 +414,7 @@ void forward(const Ssd& args) {
 
 // ---- backward -----------------------------------------------------------------------------------------------------------
 
-// Gradients of the slots' states. Products with the readers first (each slot by itself, in the order of its readers), then
+// Gradients of the slots' states, [slot][head][V][K]. Products with the readers first (each slot by itself, in the order of its readers), then
 // down the tree. crossing[left slot][head][slice] receives <decay * left, d_parent>: the gradient of the log decay over the
 // right sibling.
 template <class T>
@@ -455,8 +458,8 @@ Buffer make_state_gradients(const Plan& plan, const Decays& decays, const SsdBac
                     const T* row = q + (chunk.first + i) * args.q_stride + h / plan.heads_per_group * K;
                     for (Index x = 0; x < K; ++x) scaled_q[i * K + x] = scaled_factor[i] * row[x];
                 }
-                blas_gemm(true, false, K, V, chunk.size, T{1}, scaled_q, K, d_o + (chunk.first * heads + h) * V, heads * V,
-                          empty ? T{0} : T{1}, gradient, V);
+                blas_gemm(true, false, V, K, chunk.size, T{1}, d_o + (chunk.first * heads + h) * V, heads * V, scaled_q, K,
+                          empty ? T{0} : T{1}, gradient, K);
                 empty = false;
             }
             if (empty) std::fill_n(gradient, state_size, T{0});
@@ -511,7 +514,8 @@ void backward(const SsdBackward& args) {
     const Index K = plan.key_width, V = plan.value_width, C = plan.chunk_size, heads = plan.heads;
     const Index state_size = plan.state_size(), tree_levels = plan.chunk_tree_levels();
     const Decays decays = make_decays(plan, static_cast<const T*>(args.g));
-    const Buffer states = make_states(plan, decays, k, args.k_stride, v, args.v_stride);
+    // Transposed, so that most products of a level are of plain matrices: OpenBLAS is quicker at them.
+    const Buffer states = make_states(plan, decays, k, args.k_stride, v, args.v_stride, true);
     const Index slice = 4096, slices = (state_size + slice - 1) / slice;
     std::vector<double> crossing(static_cast<std::size_t>(plan.num_slots() * heads * slices), 0.0);
     const Buffer gradients = make_state_gradients<T>(plan, decays, args, states, slice, crossing);
@@ -572,21 +576,23 @@ void backward(const SsdBackward& args) {
                 blas_gemm(true, false, n, V, n, T{1}, masked, C, doc, V, T{0}, dvc, V);
 
                 // What later chunks received from this one.
-                if (plan.has_slot(chunk)) {
+                T* dv_out = dv + chunk.first * args.dv_stride + h * V;
+                if (!plan.has_slot(chunk)) {
+                    copy_rows(n, V, dvc, V, dv_out, args.dv_stride);
+                } else {
                     const T* gradient = gradients.as<T>() + ((slot_base + chunk.index) * heads + h) * state_size;
                     decay_to_end(step, n, to_end);
-                    blas_gemm(false, false, n, V, K, T{1}, kc, K, gradient, V, T{0}, product, V);
+                    blas_gemm(false, true, n, V, K, T{1}, kc, K, gradient, K, T{0}, product, V);
                     scale_rows(n, V, vc, to_end, scaled_v);
                     double before = 0;
                     for (Index i = 0; i < n; ++i) {
                         const T* row = product + i * V;
-                        for (Index x = 0; x < V; ++x) dvc[i * V + x] += to_end[i] * row[x];
+                        for (Index x = 0; x < V; ++x) dv_out[i * args.dv_stride + x] = dvc[i * V + x] + to_end[i] * row[x];
                         dg_chunk[static_cast<std::size_t>(i)] += before;
                         before += static_cast<double>(dot(scaled_v + i * V, row, V));
                     }
-                    blas_gemm(false, true, n, K, V, T{1}, scaled_v, V, gradient, V, T{1}, dkc, K);
+                    blas_gemm(false, false, n, K, V, T{1}, scaled_v, V, gradient, K, T{1}, dkc, K);
                 }
-                copy_rows(n, V, dvc, V, dv + chunk.first * args.dv_stride + h * V, args.dv_stride);
 
                 // What this chunk received from earlier ones.
                 std::fill(by_row.begin(), by_row.end(), 0.0);
@@ -595,8 +601,8 @@ void backward(const SsdBackward& args) {
                     const T decay = decays.between<T>(plan, chunk.document, h, slot, chunk.index - 1);
                     if (decay == 0) return;
                     source_factors(plan, chunk, h, j, decay, since_start, level_scales, factor, scaled_factor);
-                    blas_gemm(false, true, n, K, V, T{1}, doc, V, states.as<T>() + ((slot_base + slot) * heads + h) * state_size,
-                              V, T{0}, product, K);
+                    blas_gemm(false, false, n, K, V, T{1}, doc, V,
+                              states.as<T>() + ((slot_base + slot) * heads + h) * state_size, K, T{0}, product, K);
                     double sum = 0;
                     for (Index i = 0; i < n; ++i) {
                         const T* row = product + i * K;
