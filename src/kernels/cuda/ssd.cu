@@ -1,0 +1,1507 @@
+// The Mamba-2 scan on CUDA, linear or log-linear. Nothing walks a sequence token by token:
+//
+//   tiles of 64 tokens, chunks of 4 tiles. Inside a chunk everything is dense: the tile on the diagonal takes the full
+//   level mask, a tile below it has one level and its mask is a row scale times a column scale.
+//   Across chunks: every chunk's state (one product), a pass that turns them into bucket states in place, and then every
+//   tile's output is independent: its live buckets are read as they are, level scale and decay scale the rows of Q S.
+//
+// Slots. Chunk c of a document owns one slot of state memory. Buckets: the right child of a merge is never read by an
+// output, so its parent overwrites it: slot c ends up with the bucket of 2^ctz(c + 1) chunks that ends with chunk c (a Fenwick
+// tree), merged from slots c - 1, c - 2, c - 4, ... Chunk c reads, for every set bit j of c, slot ((c >> j) << j) - 1 at
+// level 9 + j. Slot c is part of the bucket in slot parent(c) = c + 2^ctz(c + 1), so the gradients run the other way:
+// D_c = direct_c + decay D_parent(c), and D_c is also the gradient of chunk c's own state.
+// The linear scan is the same with slot c = all chunks up to c, read by chunk c + 1 alone: parent(c) = c + 1.
+//
+// Decays: gamma is the running sum of g inside a tile; tiles' and chunks' positions are float64 sums from the document's
+// start, so that every exponent is a difference <= 0 without cancellation of large float32 numbers.
+//
+// Sums over heads (dq, dk): a block loops over a slice of a group's heads and writes one float32 partial sum; the slices are
+// added in order. No atomics: repeats agree bit for bit.
+#include "kernels/ssd.h"
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/tile.cuh"
+
+namespace fenwick::kernels::cuda {
+namespace {
+
+using tile::Accumulator;
+using tile::area;
+using tile::edge;
+using tile::threads;
+using tile::Unscaled;
+
+constexpr int tiles_per_chunk = 4;
+constexpr int tile_bits = 6;                // a tile is 2^6 tokens: levels 0..6 are inside it
+constexpr int diagonal_levels = tile_bits + 1;
+constexpr int chunk_levels = 9;             // levels 0..8 are inside a chunk of 2^8 tokens
+constexpr int max_key_tiles = 4;
+
+// ---- geometry --------------------------------------------------------------------------------------------------------
+
+struct TileInfo {
+    std::int64_t token;  // its first
+    std::int32_t rows;   // tokens in it, 1..64
+    std::int32_t index;  // in its document
+    std::int32_t slot;   // of its chunk
+    std::int32_t document_tiles;
+};
+struct SlotInfo {
+    std::int32_t tile, tiles;  // its first tile and how many
+    std::int32_t index;        // chunk in its document
+    std::int32_t document_tile, document_tiles, document_chunks;
+};
+struct DocumentInfo {
+    std::int32_t tile, tiles, slot, chunks;
+};
+
+// Everything the kernels see.
+template <class T>
+struct Problem {
+    int heads, groups, key_width, value_width, key_tiles, value_tiles, levels;
+    int all_levels;  // levels that the longest document uses, at least 7
+    int max_live;    // most buckets a chunk reads
+    int slices;      // of a group's heads
+    int tiles, slots, documents;
+    bool log_linear;
+    bool wide_q, wide_k, wide_v, wide_o, wide_state;  // 16-byte copies
+    std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;
+    const TileInfo* tile_info;
+    const SlotInfo* slot_info;
+    const DocumentInfo* document_info;
+    const T *q, *k, *v, *o_in, *d_o;
+    const float *g, *level_scales;
+    T *o, *dq, *dk, *dv;
+    float *dg, *dlevel_scales;
+    // workspace
+    float* gamma;      // [tiles, H, 64]: sum of g from the tile's start; behind the document's end the last value again
+    double* start;     // [tiles, H]: sum of g before the tile
+    double* chunk_end; // [slots, H]: sum of g up to the chunk's end
+    T* states;         // [slots, H, K, V]
+    T* dstates;        // [slots, H, K, V]
+    float* dscales;    // [tiles, H, all_levels, 64]: gradient of every level's scale, before clamping to `levels`
+    float* score_grad; // [slices of all groups, tiles, 4, 64, 64]
+    float* dq_parts;   // [slices of all groups, tiles, key_tiles, 64, 64]
+    float* dk_parts;
+    float* rho;        // [tiles, H, 64]: o . do - v . dv
+    float* crossing;   // [slots, H, flow_warps]: partial sums of <bucket, what its gradient owes to its parents>
+    float* level_flow; // [slots, H, 32]: sum over the chunk of level_scales * gradient, one for each bit of the chunk's index
+    float* flow;       // [slots, H]: what crosses the chunk's end, the gradient of a decay there
+    int flow_warps;
+
+    __device__ std::int64_t at(int tile_id, int h) const { return static_cast<std::int64_t>(tile_id) * heads + h; }
+    __device__ std::int64_t state_at(int slot, int h) const { return at(slot, h) * key_width * value_width; }
+    __device__ float scale(std::int64_t token, int h, int level) const {
+        if (level_scales == nullptr) return 1.0f;
+        return level_scales[(token * heads + h) * levels + min(level, levels - 1)];
+    }
+    __device__ float* dscales_at(int tile_id, int h, int level) const {
+        return dscales + (at(tile_id, h) * all_levels + level) * edge;
+    }
+};
+
+__device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
+__device__ __forceinline__ int trailing_ones(int x) { return __ffs(~x) - 1; }
+
+// Heads of one block: blockIdx.y counts the slices of all groups.
+struct HeadRange {
+    int group, first, count;
+};
+template <class T>
+__device__ __forceinline__ HeadRange head_range(const Problem<T>& p) {
+    const int per_group = p.heads / p.groups, per_slice = (per_group + p.slices - 1) / p.slices;
+    const int group = static_cast<int>(blockIdx.y) / p.slices, part = static_cast<int>(blockIdx.y) % p.slices;
+    const int first = min(part * per_slice, per_group), last = min(first + per_slice, per_group);
+    return {group, group * per_group + first, last - first};
+}
+
+// The buckets that chunk c reads.
+template <class T>
+__device__ __forceinline__ int live_count(const Problem<T>& p, int c) {
+    return p.log_linear ? __popc(c) : (c > 0 ? 1 : 0);
+}
+// The n-th of them: how many chunks before the reader's its last chunk is, and its level.
+struct Live {
+    int back, level;
+};
+template <class T>
+__device__ __forceinline__ Live live_bucket(const Problem<T>& p, int c, int n) {
+    if (!p.log_linear) return {1, 0};
+    int rest = c;
+    for (int i = 0; i < n; ++i) rest &= rest - 1;
+    const int j = __ffs(rest) - 1;
+    return {c - (((c >> j) << j) - 1), chunk_levels + j};
+}
+
+// The level mask of a tile on the diagonal, times its decay.
+struct DiagonalMask {
+    const float *gamma, *scales;  // [64]; [7][64]
+    __device__ __forceinline__ float operator()(int t, int s) const {
+        return s <= t ? scales[bits_of(t ^ s) * edge + t] * __expf(gamma[t] - gamma[s]) : 0.0f;
+    }
+};
+
+// Level scales 0..6 of a tile's tokens, transposed, and gamma; 0 behind the document's end.
+template <class T>
+__device__ __forceinline__ void load_diagonal(const Problem<T>& p, int tile_id, const TileInfo& info, int h, float* gamma,
+                                              float* scales) {
+    const int tid = threadIdx.x;
+    if (tid < edge) gamma[tid] = p.gamma[p.at(tile_id, h) * edge + tid];
+    for (int n = tid; n < diagonal_levels * edge; n += threads) {
+        const int t = n / diagonal_levels, l = n % diagonal_levels;
+        scales[l * edge + t] = t < info.rows ? p.scale(info.token + t, h, l) : 0.0f;
+    }
+}
+
+// Decay from s to the end of its tile.
+template <class T>
+__device__ __forceinline__ float decay_to_tile_end(const Problem<T>& p, int tile_id, int h, int s) {
+    const float* gamma = p.gamma + p.at(tile_id, h) * edge;
+    return __expf(gamma[edge - 1] - gamma[s]);
+}
+template <class T>
+__device__ __forceinline__ double tile_end(const Problem<T>& p, int tile_id, int h) {
+    return p.start[p.at(tile_id, h)] + static_cast<double>(p.gamma[p.at(tile_id, h) * edge + edge - 1]);
+}
+// Decay from the position `from` (<= the tile's start) to token t of the tile.
+template <class T>
+__device__ __forceinline__ float decay_into_tile(const Problem<T>& p, int tile_id, int h, double from, int t) {
+    const std::int64_t at = p.at(tile_id, h);
+    return __expf(fminf(static_cast<float>(p.start[at] - from), 0.0f) + p.gamma[at * edge + t]);
+}
+
+// The tile of q or k.
+template <class T>
+__device__ __forceinline__ void load_keys(const Problem<T>& p, T* to, bool queries, std::int64_t token, int rows, int group,
+                                          int kt) {
+    const std::int64_t stride = queries ? p.q_stride : p.k_stride;
+    const T* from = (queries ? p.q : p.k) + token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge;
+    tile::load(to, from, stride, rows, p.key_width - kt * edge, queries ? p.wide_q : p.wide_k);
+}
+template <class T>
+__device__ __forceinline__ void load_values(const Problem<T>& p, T* to, std::int64_t token, int rows, int h, int vt) {
+    tile::load(to, p.v + token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, p.v_stride, rows,
+               p.value_width - vt * edge, p.wide_v);
+}
+template <class T>
+__device__ __forceinline__ void load_output_grad(const Problem<T>& p, T* to, std::int64_t token, int rows, int h, int vt) {
+    const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+    tile::load(to, p.d_o + token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride, rows,
+               p.value_width - vt * edge, p.wide_o);
+}
+template <class T>
+__device__ __forceinline__ void load_state(const Problem<T>& p, T* to, const T* states, int slot, int h, int kt, int vt) {
+    tile::load(to, states + p.state_at(slot, h) + static_cast<std::int64_t>(kt) * edge * p.value_width + vt * edge,
+               p.value_width, p.key_width - kt * edge, p.value_width - vt * edge, p.wide_state);
+}
+__device__ __forceinline__ void wait_for_tiles() {
+    tile::wait_async<0>();
+    __syncthreads();
+}
+
+// Writes the accumulator into rows x cols elements of a row-major matrix.
+template <class T>
+__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
+    acc.for_pairs([&](int row, int col, float& a, float& b, int) {
+        if (row >= rows || col >= cols) return;
+        T* at = to + row * stride + col;
+        if (aligned) {
+            tile::store_pair(at, a, b);
+        } else {
+            at[0] = tile::from_float<T>(a);
+            if (col + 1 < cols) at[1] = tile::from_float<T>(b);
+        }
+    });
+}
+
+// ---- decays ----------------------------------------------------------------------------------------------------------
+
+// gamma. Grid: tiles.
+template <class T>
+__global__ void __launch_bounds__(threads) tile_decays(Problem<T> p) {
+    const int tile_id = blockIdx.x;
+    const TileInfo info = p.tile_info[tile_id];
+    for (int h = threadIdx.x; h < p.heads; h += threads) {
+        const float* g = p.g + info.token * p.heads + h;
+        float* out = p.gamma + p.at(tile_id, h) * edge;
+        double sum = 0;
+#pragma unroll 8
+        for (int t = 0; t < edge; ++t) {
+            if (t < info.rows) sum += g[static_cast<std::int64_t>(t) * p.heads];
+            out[t] = static_cast<float>(sum);
+        }
+    }
+}
+
+// start and chunk_end. Grid: documents x heads / 4, a warp each.
+template <class T>
+__global__ void __launch_bounds__(threads) decay_positions(Problem<T> p) {
+    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
+    if (id >= static_cast<std::int64_t>(p.documents) * p.heads) return;
+    const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
+    const DocumentInfo doc = p.document_info[id / p.heads];
+    const int per_lane = (doc.tiles + 31) / 32;
+    const int first = min(lane * per_lane, doc.tiles), last = min(first + per_lane, doc.tiles);
+    const auto total = [&](int t) { return static_cast<double>(p.gamma[p.at(doc.tile + t, h) * edge + edge - 1]); };
+    double sum = 0;
+#pragma unroll 4
+    for (int t = first; t < last; ++t) sum += total(t);
+    double before = sum;
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(0xffffffffu, before, step);
+        if (lane >= step) before += other;
+    }
+    before -= sum;  // rounding of one float64 operation: far below what a float32 decay shows
+    if (lane == 0) before = 0;
+#pragma unroll 4
+    for (int t = first; t < last; ++t) {
+        p.start[p.at(doc.tile + t, h)] = before;
+        before += total(t);
+        if (t % tiles_per_chunk == tiles_per_chunk - 1 || t == doc.tiles - 1)
+            p.chunk_end[p.at(doc.slot + t / tiles_per_chunk, h)] = before;
+    }
+}
+
+// ---- chunk states, and the gradients that outputs give to buckets ----------------------------------------------------
+
+// out[slot, h] = sum over tokens of scale * x y'. States: x = k, y = v, over the slot's chunk. Gradients (Reader): x = q,
+// y = do, over the chunks that read the slot's bucket. Grid: slots, heads, value tiles.
+template <class T, int KT, bool Reader>
+__global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
+    const SlotInfo slot = p.slot_info[blockIdx.x];
+    const int h = blockIdx.y, vt = blockIdx.z, group = h / (p.heads / p.groups), tid = threadIdx.x;
+    T* const stages = reinterpret_cast<T*>(tile::shared_memory());  // 2 x (KT + 1) tiles
+    float* const weights = reinterpret_cast<float*>(stages + 2 * (KT + 1) * area);  // 2 x 64
+
+    int first, last, level = 0;  // tiles of the document
+    if constexpr (Reader) {
+        const int j = trailing_ones(slot.index), readers = p.log_linear ? 1 << j : 1;
+        level = chunk_levels + j;
+        first = min((slot.index + 1) * tiles_per_chunk, slot.document_tiles);
+        last = min((slot.index + 1 + readers) * tiles_per_chunk, slot.document_tiles);
+    } else {
+        first = slot.index * tiles_per_chunk;
+        last = first + slot.tiles;
+    }
+    const double end = p.chunk_end[p.at(blockIdx.x, h)];
+
+    const auto fetch = [&](int t) {
+        const TileInfo info = p.tile_info[slot.document_tile + t];
+        T* const to = stages + (t & 1) * (KT + 1) * area;
+        for (int kt = 0; kt < KT; ++kt) load_keys(p, to + kt * area, Reader, info.token, info.rows, group, kt);
+        if constexpr (Reader) {
+            load_output_grad(p, to + KT * area, info.token, info.rows, h, vt);
+        } else {
+            load_values(p, to + KT * area, info.token, info.rows, h, vt);
+        }
+        tile::commit_async();
+    };
+    // The weight of row tid: loads now, arithmetic later, so that the product runs in between.
+    float gamma = 0, factor = 0, between = 0;
+    const auto fetch_weight = [&](int t) {
+        if (tid >= edge) return;
+        const int tile_id = slot.document_tile + t;
+        gamma = p.gamma[p.at(tile_id, h) * edge + tid];
+        if constexpr (Reader) {
+            const TileInfo info = p.tile_info[tile_id];
+            factor = tid < info.rows ? p.scale(info.token + tid, h, level) : 0.0f;
+            between = static_cast<float>(p.start[p.at(tile_id, h)] - end);
+        } else {
+            between = static_cast<float>(end - p.start[p.at(tile_id, h)]);
+        }
+    };
+    const auto finish_weight = [&](int t) {
+        if (tid >= edge) return;
+        float* const to = weights + (t & 1) * edge + tid;
+        if constexpr (Reader) {
+            *to = factor * __expf(fminf(between, 0.0f) + gamma);
+        } else {
+            *to = __expf(fminf(between - gamma, 0.0f));
+        }
+    };
+
+    Accumulator acc[KT];
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) acc[kt].clear();
+    if (first < last) {
+        fetch(first);
+        fetch_weight(first);
+        finish_weight(first);
+    }
+    for (int t = first; t < last; ++t) {
+        wait_for_tiles();
+        if (t + 1 < last) {
+            fetch(t + 1);
+            fetch_weight(t + 1);
+        }
+        const T* const from = stages + (t & 1) * (KT + 1) * area;
+        const float* const w = weights + (t & 1) * edge;
+        const auto scale = [w](int, int s, float2 x) { return make_float2(x.x * w[s], x.y * w[s + 1]); };
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt) tile::multiply<true, false>(acc[kt], from + kt * area, from + KT * area, scale);
+        if (t + 1 < last) finish_weight(t + 1);
+    }
+    T* const out = (Reader ? p.dstates : p.states) + p.state_at(blockIdx.x, h) + vt * edge;
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt)
+        store_clipped(acc[kt], out + static_cast<std::int64_t>(kt) * edge * p.value_width, p.value_width,
+                      p.key_width - kt * edge, p.value_width - vt * edge, p.value_width % 2 == 0);
+}
+
+// ---- the tree --------------------------------------------------------------------------------------------------------
+
+constexpr int flat_threads = 128;
+
+// Chunk states -> bucket states (or running states), in place. A thread keeps W elements and walks its document's chunks.
+// Grid: documents x heads x ceil(K V / (W threads)).
+template <class T, int W>
+__global__ void __launch_bounds__(flat_threads) merge_states(Problem<T> p, int blocks) {
+    const std::int64_t row = blockIdx.x / blocks;
+    const int block = blockIdx.x % blocks, h = static_cast<int>(row % p.heads);
+    const DocumentInfo doc = p.document_info[row / p.heads];
+    const std::int64_t size = static_cast<std::int64_t>(p.key_width) * p.value_width;
+    const std::int64_t e = (static_cast<std::int64_t>(block) * flat_threads + threadIdx.x) * W;
+    if (e >= size) return;
+    const auto at = [&](int c) { return p.states + p.state_at(doc.slot + c, h) + e; };
+    const auto end = [&](int c) { return p.chunk_end[p.at(doc.slot + c, h)]; };
+    float x[W], running[W], left[W];
+#pragma unroll
+    for (int i = 0; i < W; ++i) running[i] = 0;
+    for (int c = 0; c < doc.chunks; ++c) {
+        if (p.log_linear) {
+            const int merges = trailing_ones(c);
+            if (merges == 0) continue;
+            load(x, at(c));
+            const double here = end(c);
+            for (int j = 0; j < merges; ++j) {
+                const int other = c - (1 << j);
+                const float decay = __expf(static_cast<float>(here - end(other)));
+                load(left, at(other));
+#pragma unroll
+                for (int i = 0; i < W; ++i) x[i] += decay * left[i];
+            }
+            store(at(c), x);
+        } else {
+            load(x, at(c));
+            const float decay = c > 0 ? __expf(static_cast<float>(end(c) - end(c - 1))) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < W; ++i) running[i] = decay * running[i] + x[i];
+            store(at(c), running);
+        }
+    }
+}
+
+// Bucket gradients -> gradients of everything that is part of the bucket, in place (the head of this file), and the partial
+// sums `crossing`: <bucket, gradient from its parents> (log-linear), <running state, its gradient> (linear).
+template <class T, int W>
+__global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, int blocks) {
+    const std::int64_t row = blockIdx.x / blocks;
+    const int block = blockIdx.x % blocks, h = static_cast<int>(row % p.heads);
+    const DocumentInfo doc = p.document_info[row / p.heads];
+    const std::int64_t size = static_cast<std::int64_t>(p.key_width) * p.value_width;
+    const std::int64_t e = (static_cast<std::int64_t>(block) * flat_threads + threadIdx.x) * W;
+    const bool active = e < size;
+    const int lane = threadIdx.x % 32, warp = block * (flat_threads / 32) + threadIdx.x / 32;
+    const auto at = [&](T* base, int c) { return base + p.state_at(doc.slot + c, h) + e; };
+    float d[W], state[W], running[W];
+#pragma unroll
+    for (int i = 0; i < W; ++i) running[i] = 0;
+    for (int c = doc.chunks - 1; c >= 0; --c) {
+        const int parent = p.log_linear ? c + (1 << trailing_ones(c)) : c + 1;
+        const bool has_parent = parent < doc.chunks;
+        float decay = 0;
+        if (has_parent)
+            decay = __expf(static_cast<float>(p.chunk_end[p.at(doc.slot + parent, h)] - p.chunk_end[p.at(doc.slot + c, h)]));
+        float sum = 0;
+        if (active) {
+            load(d, at(p.dstates, c));
+            load(state, at(p.states, c));
+            if (has_parent && p.log_linear) load(running, at(p.dstates, parent));
+#pragma unroll
+            for (int i = 0; i < W; ++i) {
+                const float from_parent = has_parent ? decay * running[i] : 0.0f;
+                d[i] += from_parent;
+                sum += state[i] * (p.log_linear ? from_parent : d[i]);
+                if (!p.log_linear) running[i] = d[i];
+            }
+            if (has_parent) store(at(p.dstates, c), d);
+        }
+        sum = team_sum(sum);
+        if (lane == 0) p.crossing[p.at(doc.slot + c, h) * p.flow_warps + warp] = sum;
+    }
+}
+
+// ---- outputs ---------------------------------------------------------------------------------------------------------
+
+// q k' of a tile against tile `other` of the same group, into shared memory; K transposed-last order, key_tiles steps.
+// `left` is the tile whose rows come first, its key_tiles tiles lie in `resident`.
+template <class T>
+__device__ __forceinline__ void scores(const Problem<T>& p, T* out, const T* resident, T* stage, bool right_is_query,
+                                       std::int64_t token, int rows, int group) {
+    Accumulator acc;
+    acc.clear();
+    for (int kt = 0; kt < p.key_tiles; ++kt) {
+        __syncthreads();
+        load_keys(p, stage, right_is_query, token, rows, group, kt);
+        tile::commit_async();
+        wait_for_tiles();
+        tile::multiply<false, true>(acc, resident + kt * area, stage, Unscaled{});
+    }
+    acc.store(out);
+}
+
+inline std::size_t output_shared(int key_tiles, int max_live, std::size_t size) {
+    return (key_tiles + tiles_per_chunk + 2) * area * size +
+           (1 + diagonal_levels + 2 * (tiles_per_chunk - 1) + max_live) * edge * sizeof(float);
+}
+
+// Grid: tiles, head slices of all groups, value tiles.
+template <class T>
+__global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
+    const int tile_id = blockIdx.x, vt = blockIdx.z, tid = threadIdx.x;
+    const HeadRange range = head_range(p);
+    const TileInfo info = p.tile_info[tile_id];
+    const int i = info.index % tiles_per_chunk, c = info.index / tiles_per_chunk;
+    const int live = live_count(p, c), key_tiles = p.key_tiles;
+    T* const queries = reinterpret_cast<T*>(tile::shared_memory());  // key_tiles tiles
+    T* const strip = queries + key_tiles * area;                     // scores against tiles 0..i of the chunk
+    T* const stages = strip + tiles_per_chunk * area;                // 2 tiles
+    float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
+    float* const scales = gamma + edge;                          // [7][64]
+    float* const columns = scales + diagonal_levels * edge;      // [3][64]: decay of tokens of tile j to their tile's end
+    float* const rows = columns + (tiles_per_chunk - 1) * edge;  // [i + live][64]: level scale and decay of this tile's tokens
+
+    for (int kt = 0; kt < key_tiles; ++kt) load_keys(p, queries + kt * area, true, info.token, info.rows, range.group, kt);
+    for (int j = 0; j <= i; ++j)
+        scores(p, strip + j * area, queries, stages, false, info.token - (i - j) * edge, j == i ? info.rows : edge, range.group);
+    __syncthreads();
+
+    const int per_head = i + 1 + live * key_tiles, items = per_head * range.count;
+    const auto fetch = [&](int n) {
+        if (n >= items) return;
+        const int h = range.first + n / per_head, item = n % per_head;
+        T* const to = stages + (n & 1) * area;
+        if (item <= i) {
+            load_values(p, to, info.token - (i - item) * edge, item == i ? info.rows : edge, h, vt);
+        } else {
+            const Live bucket = live_bucket(p, c, (item - i - 1) / key_tiles);
+            load_state(p, to, p.states, info.slot - bucket.back, h, (item - i - 1) % key_tiles, vt);
+        }
+        tile::commit_async();
+    };
+    fetch(0);
+    int n = 0;
+    for (int head = 0; head < range.count; ++head) {
+        const int h = range.first + head;
+        Accumulator acc, part;
+        acc.clear();
+        // The scales of this head: nobody reads the last head's any more behind this barrier.
+        wait_for_tiles();
+        load_diagonal(p, tile_id, info, h, gamma, scales);
+        for (int x = tid; x < i * edge; x += threads) {
+            const int j = x / edge, s = x % edge, other = tile_id - (i - j);
+            columns[x] = decay_to_tile_end(p, other, h, s);
+            rows[x] = s < info.rows ? p.scale(info.token + s, h, tile_bits + bits_of(i ^ j)) *
+                                          decay_into_tile(p, tile_id, h, tile_end(p, other, h), s)
+                                    : 0.0f;
+        }
+        for (int x = tid; x < live * edge; x += threads) {
+            const int t = x % edge;
+            const Live bucket = live_bucket(p, c, x / edge);
+            const double from = p.chunk_end[p.at(info.slot - bucket.back, h)];
+            rows[i * edge + x] =
+                t < info.rows ? p.scale(info.token + t, h, bucket.level) * decay_into_tile(p, tile_id, h, from, t) : 0.0f;
+        }
+        const auto add_scaled = [&](const float* by) {
+            float factor[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) factor[r] = by[tile::first_row() + r * 8];
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int col = 0; col < 4; ++col)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc.x[m][col][e] += factor[2 * m + e / 2] * part.x[m][col][e];
+        };
+        for (int j = 0; j <= i; ++j, ++n) {
+            wait_for_tiles();
+            fetch(n + 1);
+            const T* const stage = stages + (n & 1) * area;
+            if (j < i) {
+                part.clear();
+                const float* const w = columns + j * edge;
+                tile::multiply<false, false>(part, strip + j * area, stage, [w](int, int s, float2 x) {
+                    return make_float2(x.x * w[s], x.y * w[s + 1]);
+                });
+                add_scaled(rows + j * edge);
+            } else {
+                const DiagonalMask mask{gamma, scales};
+                tile::multiply<false, false>(
+                    acc, strip + j * area, stage,
+                    [mask](int t, int s, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t, s + 1)); }, 0,
+                    (tid / 32 % 2 + 1) * 32);
+            }
+        }
+        for (int l = 0; l < live; ++l) {
+            part.clear();
+            for (int kt = 0; kt < key_tiles; ++kt, ++n) {
+                wait_for_tiles();
+                fetch(n + 1);
+                tile::multiply<false, false>(part, queries + kt * area, stages + (n & 1) * area, Unscaled{});
+            }
+            add_scaled(rows + (i + l) * edge);
+        }
+        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+        store_clipped(acc, p.o + info.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
+                      info.rows, p.value_width - vt * edge, p.value_width % 2 == 0);
+    }
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------------
+
+inline std::size_t score_gradient_shared(std::size_t size) {
+    return 6 * area * size + (edge * (edge + 1) + (1 + diagonal_levels + 4 + 2) * edge) * sizeof(float);
+}
+
+// Inside a chunk: gradients of the scores q k' summed over a slice's heads, and of the level scales 0..8.
+// Diagonal: the tile with itself. Otherwise level 7 (one tile before it) or 8 (two).
+// Grid: tiles x (Diagonal ? 1 : 2), head slices of all groups.
+template <class T, bool Diagonal>
+__global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
+    const int tile_id = Diagonal ? blockIdx.x : blockIdx.x / 2, tid = threadIdx.x;
+    const HeadRange range = head_range(p);
+    const TileInfo info = p.tile_info[tile_id];
+    const int i = info.index % tiles_per_chunk;
+    const int bit = Diagonal ? 0 : blockIdx.x % 2;
+    if (!Diagonal && (i >> bit & 1) == 0) return;
+    const int others = Diagonal ? 1 : 1 << bit;                        // tiles of the bucket
+    const int first = Diagonal ? i : ((i >> bit) << bit) - (1 << bit);  // its first, in the chunk
+    const int level = diagonal_levels + bit;
+
+    T* const strip = reinterpret_cast<T*>(tile::shared_memory());  // 2 tiles
+    T* const stages = strip + 2 * area;                            // 2 x (do, v)
+    float* const terms = reinterpret_cast<float*>(stages + 4 * area);  // [64][65], Diagonal
+    float* const gamma = terms + edge * (edge + 1);
+    float* const scales = gamma + edge;
+    float* const columns = scales + diagonal_levels * edge;  // [2][64]
+    float* const rows = columns + 2 * edge;                  // [2][64]: decay without the level scale
+    float* const sums = rows + 2 * edge;                     // [2][64]
+
+    // Scores: q of this tile stays in stage 0, keys pass through stage 1.
+    for (int x = 0; x < others; ++x) {
+        Accumulator acc;
+        acc.clear();
+        for (int kt = 0; kt < p.key_tiles; ++kt) {
+            __syncthreads();
+            load_keys(p, stages, true, info.token, info.rows, range.group, kt);
+            load_keys(p, stages + area, false, info.token - (i - first - x) * edge, Diagonal ? info.rows : edge, range.group, kt);
+            tile::commit_async();
+            wait_for_tiles();
+            tile::multiply<false, true>(acc, stages, stages + area, Unscaled{});
+        }
+        acc.store(strip + x * area);
+    }
+    __syncthreads();
+
+    const int per_head = others * p.value_tiles, items = per_head * range.count;
+    const auto fetch = [&](int n) {
+        if (n >= items) return;
+        const int h = range.first + n / per_head, x = n % per_head / p.value_tiles, vt = n % p.value_tiles;
+        T* const to = stages + (n & 1) * 2 * area;
+        load_output_grad(p, to, info.token, info.rows, h, vt);
+        load_values(p, to + area, info.token - (i - first - x) * edge, Diagonal ? info.rows : edge, h, vt);
+        tile::commit_async();
+    };
+    constexpr int most = Diagonal ? 1 : 2;
+    Accumulator total[most];
+#pragma unroll
+    for (int x = 0; x < most; ++x) total[x].clear();
+    fetch(0);
+    int n = 0;
+    for (int head = 0; head < range.count; ++head) {
+        const int h = range.first + head;
+        wait_for_tiles();
+        if constexpr (Diagonal) {
+            load_diagonal(p, tile_id, info, h, gamma, scales);
+        } else {
+            for (int x = tid; x < others * edge; x += threads) {
+                const int s = x % edge, other = tile_id - (i - first - x / edge);
+                columns[x] = decay_to_tile_end(p, other, h, s);
+                rows[x] = s < info.rows ? decay_into_tile(p, tile_id, h, tile_end(p, other, h), s) : 0.0f;
+            }
+            if (tid < edge) scales[tid] = tid < info.rows ? p.scale(info.token + tid, h, level) : 0.0f;
+        }
+        float row_sums[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int x = 0; x < most; ++x) {
+            if (x >= others) continue;
+            Accumulator grad;  // do v'
+            grad.clear();
+            for (int vt = 0; vt < p.value_tiles; ++vt, ++n) {
+                wait_for_tiles();
+                fetch(n + 1);
+                const T* const stage = stages + (n & 1) * 2 * area;
+                tile::multiply<false, true>(grad, stage, stage + area, Unscaled{});
+            }
+            int pair = 0;
+            const T* const score = strip + x * area;
+            grad.for_pairs([&](int t, int s, float& a, float& b, int local) {
+                const float2 q_k = tile::load_pair(score + tile::offset<T>(t, s));
+                float* const to = &total[x].x[pair / 8][pair % 4][pair / 4 % 2 * 2];
+                ++pair;
+                if constexpr (Diagonal) {
+                    const float da = s <= t ? a * __expf(gamma[t] - gamma[s]) : 0.0f;
+                    const float db = s + 1 <= t ? b * __expf(gamma[t] - gamma[s + 1]) : 0.0f;
+                    terms[t * (edge + 1) + s] = da * q_k.x;
+                    terms[t * (edge + 1) + s + 1] = db * q_k.y;
+                    to[0] += s <= t ? da * scales[bits_of(t ^ s) * edge + t] : 0.0f;
+                    to[1] += s + 1 <= t ? db * scales[bits_of(t ^ (s + 1)) * edge + t] : 0.0f;
+                } else {
+                    const float da = a * columns[x * edge + s] * rows[x * edge + t];
+                    const float db = b * columns[x * edge + s + 1] * rows[x * edge + t];
+                    row_sums[local] += da * q_k.x + db * q_k.y;
+                    to[0] += da * scales[t];
+                    to[1] += db * scales[t];
+                }
+            });
+        }
+        if (!p.log_linear) continue;
+        if constexpr (Diagonal) {
+            __syncthreads();
+            // Two threads a row: level 6 is the first half of the tile, levels 0..5 lie in the token's own half.
+            const int t = tid % edge;
+            const float* const term = terms + t * (edge + 1);
+            if (tid < edge) {
+                float sum = 0;
+                if (t >= 32)
+                    for (int s = 0; s < 32; ++s) sum += term[s];
+                p.dscales_at(tile_id, h, tile_bits)[t] = sum;
+            } else {
+                p.dscales_at(tile_id, h, 0)[t] = term[t];
+                for (int l = 1; l < tile_bits; ++l) {
+                    float sum = 0;
+                    if (t >> (l - 1) & 1) {
+                        const int begin = ((t >> (l - 1)) - 1) << (l - 1);
+                        for (int s = begin; s < begin + (1 << (l - 1)); ++s) sum += term[s];
+                    }
+                    p.dscales_at(tile_id, h, l)[t] = sum;
+                }
+            }
+            // The next head writes `terms` behind two barriers.
+        } else {
+            tile::sum_over_columns(row_sums);
+            if (tid % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) sums[tile::column_half() * edge + tile::first_row() + r * 8] = row_sums[r];
+            }
+            __syncthreads();
+            if (tid < edge) p.dscales_at(tile_id, h, level)[tid] = sums[tid] + sums[edge + tid];
+        }
+    }
+    float* const out = p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk + first) * area;
+#pragma unroll
+    for (int x = 0; x < most; ++x)
+        if (x < others) store_clipped(total[x], out + x * area, edge, edge, edge, true);
+}
+
+inline std::size_t query_gradient_shared(int key_tiles, int value_tiles, int max_live, std::size_t size) {
+    return (key_tiles + 2 * value_tiles + 2) * area * size + (2 * max_live + 4) * edge * sizeof(float);
+}
+
+// Across chunks: dq += (scale * do) S' summed over buckets and a slice's heads, and the gradients of the level scales.
+// Grid: tiles, head slices of all groups.
+template <class T, int KT>
+__global__ void __launch_bounds__(threads) query_gradients(Problem<T> p) {
+    const int tile_id = blockIdx.x, tid = threadIdx.x;
+    const HeadRange range = head_range(p);
+    const TileInfo info = p.tile_info[tile_id];
+    const int c = info.index / tiles_per_chunk, live = live_count(p, c), value_tiles = p.value_tiles;
+    T* const queries = reinterpret_cast<T*>(tile::shared_memory());  // KT tiles
+    T* const grads = queries + KT * area;                            // 2 x value_tiles tiles of do
+    T* const stages = grads + 2 * value_tiles * area;                // 2 tiles
+    float* const decays = reinterpret_cast<float*>(stages + 2 * area);  // [live][64]
+    float* const rows = decays + p.max_live * edge;                     // [live][64]: times the level scale
+    float* const sums = rows + p.max_live * edge;                       // [2][2][64]
+
+    Accumulator total[KT];
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) total[kt].clear();
+    const int per_head = live * KT * value_tiles, items = per_head * range.count;
+    const auto fetch = [&](int n) {
+        if (n >= items) return;
+        const int head = n / per_head, item = n % per_head, h = range.first + head;
+        const int vt = item % value_tiles, kt = item / value_tiles % KT;
+        if (item == 0)
+            for (int x = 0; x < value_tiles; ++x)
+                load_output_grad(p, grads + ((head & 1) * value_tiles + x) * area, info.token, info.rows, h, x);
+        const Live bucket = live_bucket(p, c, item / (value_tiles * KT));
+        load_state(p, stages + (n & 1) * area, p.states, info.slot - bucket.back, h, kt, vt);
+        tile::commit_async();
+    };
+    if (items > 0) {
+        for (int kt = 0; kt < KT; ++kt) load_keys(p, queries + kt * area, true, info.token, info.rows, range.group, kt);
+        fetch(0);
+    }
+    int n = 0, parity = 0;
+    float* pending = nullptr;  // where the row sums in `sums` go, once a barrier has made them visible
+    const auto flush = [&](int half) {
+        if (pending != nullptr && tid < edge) pending[tid] = sums[half * 2 * edge + tid] + sums[(half * 2 + 1) * edge + tid];
+        pending = nullptr;
+    };
+    for (int head = 0; head < range.count && items > 0; ++head) {
+        const int h = range.first + head;
+        wait_for_tiles();
+        flush(parity ^ 1);
+        for (int x = tid; x < live * edge; x += threads) {
+            const int t = x % edge;
+            const Live bucket = live_bucket(p, c, x / edge);
+            const float decay =
+                t < info.rows ? decay_into_tile(p, tile_id, h, p.chunk_end[p.at(info.slot - bucket.back, h)], t) : 0.0f;
+            decays[x] = decay;
+            rows[x] = t < info.rows ? decay * p.scale(info.token + t, h, bucket.level) : 0.0f;
+        }
+        for (int l = 0; l < live; ++l) {
+            float row_sums[4] = {0, 0, 0, 0};
+            float factor[4];
+#pragma unroll
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator part;  // do S'
+                part.clear();
+                for (int vt = 0; vt < value_tiles; ++vt, ++n) {
+                    wait_for_tiles();
+                    flush(parity ^ 1);
+                    fetch(n + 1);
+                    tile::multiply<false, true>(part, grads + ((head & 1) * value_tiles + vt) * area, stages + (n & 1) * area,
+                                                Unscaled{});
+                }
+                if (kt == 0) {
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) factor[r] = rows[l * edge + tile::first_row() + r * 8];
+                }
+                int pair = 0;
+                part.for_pairs([&](int t, int k, float& a, float& b, int local) {
+                    const float2 q = tile::load_pair(queries + kt * area + tile::offset<T>(t, k));
+                    row_sums[local] += a * q.x + b * q.y;
+                    float* const to = &total[kt].x[pair / 8][pair % 4][pair / 4 % 2 * 2];
+                    ++pair;
+                    to[0] += factor[local] * a;
+                    to[1] += factor[local] * b;
+                });
+            }
+            if (!p.log_linear) continue;
+            tile::sum_over_columns(row_sums);
+            if (tid % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const int t = tile::first_row() + r * 8;
+                    sums[(parity * 2 + tile::column_half()) * edge + t] = row_sums[r] * decays[l * edge + t];
+                }
+            }
+            pending = p.dscales_at(tile_id, h, live_bucket(p, c, l).level);
+            parity ^= 1;
+        }
+    }
+    __syncthreads();
+    flush(parity ^ 1);
+    float* const out = p.dq_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area;
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) store_clipped(total[kt], out + kt * area, edge, edge, edge, true);
+}
+
+inline std::size_t key_gradient_shared(int key_tiles, std::size_t size) {
+    return (key_tiles + tiles_per_chunk + 2 + 2) * area * size +
+           (1 + diagonal_levels + 1 + (tiles_per_chunk - 1) + 2) * edge * sizeof(float);
+}
+
+// dv of every head, dk from the chunk states summed over a slice's heads, and rho. Grid: tiles, head slices of all groups.
+template <class T, int KT>
+__global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
+    const int tile_id = blockIdx.x, tid = threadIdx.x;
+    const HeadRange range = head_range(p);
+    const TileInfo info = p.tile_info[tile_id];
+    const int j = info.index % tiles_per_chunk, value_tiles = p.value_tiles;
+    const int later = min(tiles_per_chunk - j, info.document_tiles - info.index);  // tiles of the chunk from this one on
+    const int last_rows = p.tile_info[tile_id + later - 1].rows;
+    T* const keys = reinterpret_cast<T*>(tile::shared_memory());  // KT tiles
+    T* const strip = keys + KT * area;                            // k q' against tiles j .. j + later - 1
+    T* const values = strip + tiles_per_chunk * area;             // 2 tiles
+    T* const stages = values + 2 * area;                          // 2 tiles
+    float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
+    float* const scales = gamma + edge;                            // [7][64]
+    float* const to_end = scales + diagonal_levels * edge;         // [64]: decay to the tile's end
+    float* const later_rows = to_end + edge;                       // [3][64]: level scale and decay of later tiles' tokens
+    float* const sums = later_rows + (tiles_per_chunk - 1) * edge; // [2][64]
+
+    for (int kt = 0; kt < KT; ++kt) load_keys(p, keys + kt * area, false, info.token, info.rows, range.group, kt);
+    for (int m = 0; m < later; ++m)
+        scores(p, strip + m * area, keys, stages, true, info.token + m * edge, m == later - 1 ? last_rows : edge, range.group);
+    __syncthreads();
+
+    // A unit is a head and a value tile; its items: KT tiles of the state's gradient, then do of the tiles, last one first.
+    const int per_unit = KT + later, units = range.count * value_tiles, items = units * per_unit;
+    const auto fetch = [&](int n) {
+        if (n >= items) return;
+        const int unit = n / per_unit, item = n % per_unit, h = range.first + unit / value_tiles, vt = unit % value_tiles;
+        T* const to = stages + (n & 1) * area;
+        if (item == 0) load_values(p, values + (unit & 1) * area, info.token, info.rows, h, vt);
+        if (item < KT) {
+            load_state(p, to, p.dstates, info.slot, h, item, vt);
+        } else {
+            const int m = per_unit - 1 - item;
+            load_output_grad(p, to, info.token + m * edge, m == later - 1 ? last_rows : edge, h, vt);
+        }
+        tile::commit_async();
+    };
+    Accumulator total[KT];
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) total[kt].clear();
+    float row_sums[4] = {0, 0, 0, 0};
+    fetch(0);
+    int n = 0;
+    for (int unit = 0; unit < units; ++unit) {
+        const int h = range.first + unit / value_tiles, vt = unit % value_tiles;
+        const T* const value = values + (unit & 1) * area;
+        wait_for_tiles();
+        load_diagonal(p, tile_id, info, h, gamma, scales);
+        if (tid < edge) to_end[tid] = decay_to_tile_end(p, tile_id, h, tid);
+        const double end = tile_end(p, tile_id, h);
+        for (int x = tid; x < (later - 1) * edge; x += threads) {
+            const int m = x / edge + 1, t = x % edge;
+            const bool inside = t < (m == later - 1 ? last_rows : edge);
+            later_rows[x] = inside ? p.scale(info.token + m * edge + t, h, tile_bits + bits_of(j ^ (j + m))) *
+                                         decay_into_tile(p, tile_id + m, h, end, t)
+                                   : 0.0f;
+        }
+        // Decay from the tile's end to the chunk's: the chunk's state is taken there.
+        const float rest = __expf(fminf(static_cast<float>(p.chunk_end[p.at(info.slot, h)] - end), 0.0f));
+        Accumulator acc;
+        acc.clear();
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt) {
+            wait_for_tiles();
+            fetch(n + 1);
+            const T* const stage = stages + (n & 1) * area;
+            tile::multiply<false, false>(acc, keys + kt * area, stage, Unscaled{});
+            tile::multiply<false, true>(total[kt], value, stage, [to_end, rest](int s, int, float2 x) {
+                const float w = to_end[s] * rest;
+                return make_float2(x.x * w, x.y * w);
+            });
+            ++n;
+        }
+        acc.for_pairs([&](int, int, float& a, float& b, int) {
+            a *= rest;
+            b *= rest;
+        });
+        for (int m = later - 1; m > 0; --m, ++n) {
+            wait_for_tiles();
+            fetch(n + 1);
+            const float* const w = later_rows + (m - 1) * edge;
+            tile::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area, [w](int, int t, float2 x) {
+                return make_float2(x.x * w[t], x.y * w[t + 1]);
+            });
+        }
+        acc.for_pairs([&](int s, int, float& a, float& b, int) {
+            a *= to_end[s];
+            b *= to_end[s];
+        });
+        wait_for_tiles();
+        fetch(n + 1);
+        {
+            const DiagonalMask mask{gamma, scales};
+            tile::multiply<false, false>(
+                acc, strip, stages + (n & 1) * area,
+                [mask](int s, int t, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t + 1, s)); },
+                tid / 32 % 2 * 32);
+        }
+        // rho: do from shared memory, v too; o from device memory.
+        const T* const grad = stages + (n & 1) * area;
+        ++n;
+        const int cols = p.value_width - vt * edge;
+        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+        const std::int64_t at = info.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge;
+        const bool aligned = p.value_width % 2 == 0;
+        acc.for_pairs([&](int s, int col, float& a, float& b, int local) {
+            const float2 d = tile::load_pair(grad + tile::offset<T>(s, col));
+            const float2 v = tile::load_pair(value + tile::offset<T>(s, col));
+            float2 o = make_float2(0.0f, 0.0f);
+            if (s < info.rows && col < cols) {
+                const T* const from = p.o_in + at + s * stride + col;
+                if (aligned) {
+                    o = tile::load_pair(from);
+                } else {
+                    o.x = tile::to_float(from[0]);
+                    if (col + 1 < cols) o.y = tile::to_float(from[1]);
+                }
+            }
+            row_sums[local] += o.x * d.x + o.y * d.y - v.x * a - v.y * b;
+        });
+        store_clipped(acc, p.dv + info.token * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge,
+                      p.dv_stride, info.rows, cols, aligned && p.dv_stride % 2 == 0);
+        if (vt == value_tiles - 1) {
+            tile::sum_over_columns(row_sums);
+            __syncthreads();
+            if (tid % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) sums[tile::column_half() * edge + tile::first_row() + r * 8] = row_sums[r];
+            }
+            __syncthreads();
+            if (tid < edge) p.rho[p.at(tile_id, h) * edge + tid] = sums[tid] + sums[edge + tid];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) row_sums[r] = 0;
+        }
+    }
+    float* const out = p.dk_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area;
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) store_clipped(total[kt], out + kt * area, edge, edge, edge, true);
+}
+
+// Adds the slices, and the part of dq (or dk) inside the chunk. Grid: tiles, key tiles, groups.
+template <class T, bool Queries>
+__global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int key_tiles) {
+    const int tile_id = blockIdx.x, kt = blockIdx.y, group = blockIdx.z;
+    const TileInfo info = p.tile_info[tile_id];
+    const int i = info.index % tiles_per_chunk;
+    T* const grad = reinterpret_cast<T*>(tile::shared_memory());
+    T* const other = grad + area;
+    Accumulator acc;
+    acc.clear();
+    const int first_slice = group * p.slices;
+    for (int s = 0; s < p.slices; ++s) {
+        const float* const part = (Queries ? p.dq_parts : p.dk_parts) +
+                                  ((static_cast<std::int64_t>(first_slice + s) * p.tiles + tile_id) * key_tiles + kt) * area;
+        acc.for_pairs([&](int row, int col, float& a, float& b, int) {
+            const float2 x = tile::load_pair(part + row * edge + col);
+            a += x.x;
+            b += x.y;
+        });
+    }
+    const int first = Queries ? -i : 0;  // tiles of the chunk before this one (queries) or from it on (keys), and itself
+    const int last = Queries ? 0 : min(tiles_per_chunk - i, info.document_tiles - info.index) - 1;
+    for (int m = first; m <= last; ++m) {
+        const TileInfo its = p.tile_info[tile_id + m];
+        __syncthreads();
+        load_keys(p, other, !Queries, its.token, its.rows, group, kt);
+        tile::commit_async();
+        const int query_tile = Queries ? tile_id : tile_id + m, column = Queries ? i + m : i;
+        for (int x = static_cast<int>(threadIdx.x) * 2; x < area; x += threads * 2) {
+            float2 sum = make_float2(0.0f, 0.0f);
+            for (int s = 0; s < p.slices; ++s) {
+                const float2 part = tile::load_pair(
+                    p.score_grad +
+                    ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area + x);
+                sum.x += part.x;
+                sum.y += part.y;
+            }
+            tile::store_pair(grad + tile::offset<T>(x / edge, x % edge), sum.x, sum.y);
+        }
+        wait_for_tiles();
+        tile::multiply<!Queries, false>(acc, grad, other, Unscaled{});
+    }
+    const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
+    store_clipped(acc, (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
+                  stride, info.rows, p.key_width - kt * edge, p.key_width % 2 == 0 && stride % 2 == 0);
+}
+
+// dlevel_scales: what each level got, levels beyond the last column added to it. Grid: tiles, heads.
+template <class T>
+__global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
+    const int tile_id = blockIdx.x, h = blockIdx.y;
+    const TileInfo info = p.tile_info[tile_id];
+    float* const all = reinterpret_cast<float*>(tile::shared_memory());  // [all_levels][65]
+    const int chunk = info.index / tiles_per_chunk;
+    for (int n = threadIdx.x; n < p.all_levels * edge; n += threads) {
+        const int l = n / edge, t = n % edge;
+        const bool written = l < diagonal_levels || (info.index >> (l - diagonal_levels) & 1) != 0;
+        all[l * (edge + 1) + t] = written ? p.dscales_at(tile_id, h, l)[t] : 0.0f;
+    }
+    // Sums over the chunk's tokens of scale * gradient, for the gradient of the decays between chunks.
+    __syncthreads();
+    (void)chunk;
+    for (int n = threadIdx.x; n < info.rows * p.levels; n += threads) {
+        const int t = n / p.levels, l = n % p.levels;
+        float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
+        if (l == p.levels - 1)
+            for (int x = l + 1; x < p.all_levels; ++x) sum += all[x * (edge + 1) + t];
+        p.dlevel_scales[((info.token + t) * p.heads + h) * p.levels + l] = sum;
+    }
+}
+
+// level_flow: sum over the chunk's tokens of level scale * its gradient, for each set bit of the chunk's index.
+// A warp for each (slot, head).
+template <class T>
+__global__ void __launch_bounds__(threads) sum_level_flow(Problem<T> p) {
+    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
+    if (id >= static_cast<std::int64_t>(p.slots) * p.heads) return;
+    const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
+    const SlotInfo slot = p.slot_info[id / p.heads];
+    for (int rest = slot.index; rest != 0; rest &= rest - 1) {
+        const int j = __ffs(rest) - 1;
+        float sum = 0;
+        for (int m = 0; m < slot.tiles; ++m) {
+            const TileInfo info = p.tile_info[slot.tile + m];
+            const float* const grad = p.dscales_at(slot.tile + m, h, chunk_levels + j);
+            for (int t = lane; t < info.rows; t += 32) sum += grad[t] * p.scale(info.token + t, h, chunk_levels + j);
+        }
+        sum = team_sum(sum);
+        if (lane == 0) p.level_flow[id * 32 + j] = sum;
+    }
+}
+
+// flow: the sum of all terms of o . do whose token is behind the chunk's end and whose source is before it.
+// Linear: <state, gradient> there. Log-linear: for each bucket of the Fenwick decomposition of the chunks so far, what its
+// own readers still have to come (level_flow) and what it gives through its parents (crossing).
+template <class T>
+__global__ void __launch_bounds__(threads) sum_flow(Problem<T> p) {
+    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
+    if (id >= static_cast<std::int64_t>(p.slots) * p.heads) return;
+    const SlotInfo slot = p.slot_info[id / p.heads];
+    const auto crossing = [&](std::int64_t at) {
+        float sum = 0;
+        for (int w = 0; w < p.flow_warps; ++w) sum += p.crossing[at * p.flow_warps + w];
+        return sum;
+    };
+    float sum = 0;
+    if (!p.log_linear) {
+        sum = crossing(id);
+    } else {
+        const int c = slot.index;
+        for (int rest = c + 1; rest != 0; rest &= rest - 1) {
+            const int j = __ffs(rest) - 1, end = rest - 1;  // bucket of 2^j chunks that ends with chunk `end`
+            sum += crossing(id - static_cast<std::int64_t>(c - end) * p.heads);
+            const int readers_end = min(end + (1 << j), slot.document_chunks - 1);
+            for (int reader = c + 1; reader <= readers_end; ++reader)
+                sum += p.level_flow[(id + static_cast<std::int64_t>(reader - c) * p.heads) * 32 + j];
+        }
+    }
+    p.flow[id] = sum;
+}
+
+// dg of a chunk: suffix sums of rho, and flow. A warp for each (slot, head); lane = 8 tokens.
+template <class T>
+__global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
+    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
+    if (id >= static_cast<std::int64_t>(p.slots) * p.heads) return;
+    const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
+    const SlotInfo slot = p.slot_info[id / p.heads];
+    const int m = lane / 8, t0 = lane % 8 * 8;
+    float x[8];
+    float sum = 0;
+    int rows = 0;
+    std::int64_t token = 0;
+    if (m < slot.tiles) {
+        const TileInfo info = p.tile_info[slot.tile + m];
+        rows = info.rows;
+        token = info.token;
+    }
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+        if (t0 + i < rows) sum += p.rho[p.at(slot.tile + m, h) * edge + t0 + i];
+        x[i] = sum;
+    }
+    float behind = sum;
+    for (int step = 1; step < 32; step *= 2) {
+        const float other = __shfl_down_sync(0xffffffffu, behind, step);
+        if (lane + step < 32) behind += other;
+    }
+    behind = __shfl_down_sync(0xffffffffu, behind, 1);
+    if (lane == 31) behind = 0;
+    behind += p.flow[id];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (t0 + i < rows) p.dg[(token + t0 + i) * p.heads + h] = x[i] + behind;
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+// The tables of a layout on one device. Every layer of a model asks for the same layout, so the last few are kept.
+struct Layout {
+    std::vector<std::int64_t> offsets;
+    Device device;
+    int tiles = 0, slots = 0, documents = 0;
+    std::int64_t longest = 0;
+    Buffer memory;
+    const TileInfo* tile_info = nullptr;
+    const SlotInfo* slot_info = nullptr;
+    const DocumentInfo* document_info = nullptr;
+};
+
+std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences) {
+    auto layout = std::make_shared<Layout>();
+    layout->offsets.assign(sequences.offsets, sequences.offsets + sequences.count + 1);
+    layout->device = exec.device;
+    std::vector<TileInfo> tiles;
+    std::vector<SlotInfo> slots;
+    std::vector<DocumentInfo> documents;
+    for (std::int64_t d = 0; d < sequences.count; ++d) {
+        const std::int64_t length = sequences.length(d);
+        layout->longest = std::max(layout->longest, length);
+        const int count = static_cast<int>(ceil_div(length, edge)), chunks = static_cast<int>(ceil_div(count, tiles_per_chunk));
+        const int first_tile = static_cast<int>(tiles.size()), first_slot = static_cast<int>(slots.size());
+        for (int t = 0; t < count; ++t)
+            tiles.push_back({sequences.offsets[d] + t * edge, static_cast<std::int32_t>(std::min<std::int64_t>(edge, length - t * edge)),
+                             t, first_slot + t / tiles_per_chunk, count});
+        for (int c = 0; c < chunks; ++c)
+            slots.push_back({first_tile + c * tiles_per_chunk, std::min(tiles_per_chunk, count - c * tiles_per_chunk), c, first_tile,
+                             count, chunks});
+        documents.push_back({first_tile, count, first_slot, chunks});
+    }
+    layout->tiles = static_cast<int>(tiles.size());
+    layout->slots = static_cast<int>(slots.size());
+    layout->documents = static_cast<int>(documents.size());
+    const std::size_t sizes[3] = {tiles.size() * sizeof(TileInfo), slots.size() * sizeof(SlotInfo), documents.size() * sizeof(DocumentInfo)};
+    std::size_t starts[3], total = 0;
+    for (int i = 0; i < 3; ++i) {
+        starts[i] = total;
+        total += static_cast<std::size_t>(round_up(static_cast<std::int64_t>(sizes[i]), 256));
+    }
+    layout->memory = workspace(exec, static_cast<std::int64_t>(total));
+    auto* base = layout->memory.as<unsigned char>();
+    const void* sources[3] = {tiles.data(), slots.data(), documents.data()};
+    // Pageable host memory is staged before the call returns.
+    for (int i = 0; i < 3; ++i)
+        FENWICK_CUDA_CHECK(cudaMemcpyAsync(base + starts[i], sources[i], sizes[i], cudaMemcpyHostToDevice, stream_of(exec)));
+    layout->tile_info = reinterpret_cast<const TileInfo*>(base + starts[0]);
+    layout->slot_info = reinterpret_cast<const SlotInfo*>(base + starts[1]);
+    layout->document_info = reinterpret_cast<const DocumentInfo*>(base + starts[2]);
+    return layout;
+}
+
+std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences) {
+    constexpr std::size_t kept = 8;
+    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
+    static auto& mutex = *new std::mutex;
+    static auto& cache = *new std::vector<std::shared_ptr<const Layout>>;  // most recent last
+    const std::lock_guard lock(mutex);
+    for (std::size_t i = cache.size(); i-- > 0;) {
+        const auto entry = cache[i];
+        if (entry->device == exec.device && static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
+            std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
+            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
+            cache.push_back(entry);
+            return entry;
+        }
+    }
+    if (cache.size() == kept) cache.erase(cache.begin());
+    cache.push_back(make_layout(exec, sequences));
+    return cache.back();
+}
+
+// Carves the workspace of one call: first the sizes, then the pointers.
+class Arena {
+public:
+    template <class E>
+    void add(E** pointer, std::int64_t count) {
+        entries_.push_back({[pointer](void* at) { *pointer = static_cast<E*>(at); }, total_});
+        total_ += round_up(count * static_cast<std::int64_t>(sizeof(E)), 256);
+    }
+    void allocate(const Exec& exec) {
+        buffer_ = workspace(exec, total_);
+        for (auto& entry : entries_) entry.set(buffer_.as<unsigned char>() + entry.offset);
+    }
+
+private:
+    struct Entry {
+        std::function<void(void*)> set;
+        std::int64_t offset;
+    };
+    std::vector<Entry> entries_;
+    std::int64_t total_ = 0;
+    Buffer buffer_;
+};
+
+// launch() with the dynamic shared memory limit raised.
+template <class... Parameters, class... Arguments>
+void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
+                  Arguments&&... arguments) {
+    if (shared_bytes > 48 * 1024)
+        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(shared_bytes)));
+    launch(op, exec, kernel, grid, dim3(threads), shared_bytes, std::forward<Arguments>(arguments)...);
+}
+
+bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
+    for (auto value : multiples)
+        if (value * static_cast<std::int64_t>(size) % 16 != 0) return false;
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+template <class T, class Args>
+Problem<T> make_problem(const char* op, const Args& args, const Layout& layout) {
+    Problem<T> p{};
+    FENWICK_CHECK(args.key_width <= max_key_tiles * edge, "[{}] key_width {} is not available on CUDA; at most {}", op,
+                  args.key_width, max_key_tiles * edge);
+    FENWICK_CHECK(args.value_width <= 4 * edge, "[{}] value_width {} is not available on CUDA; at most {}", op, args.value_width,
+                  4 * edge);
+    p.heads = static_cast<int>(args.heads);
+    p.groups = static_cast<int>(args.groups);
+    p.key_width = static_cast<int>(args.key_width);
+    p.value_width = static_cast<int>(args.value_width);
+    p.key_tiles = static_cast<int>(ceil_div(args.key_width, edge));
+    if (p.key_tiles == 3) p.key_tiles = 4;
+    p.value_tiles = static_cast<int>(ceil_div(args.value_width, edge));
+    p.levels = static_cast<int>(args.levels);
+    p.log_linear = args.level_scales != nullptr;
+    p.all_levels = std::max(levels_needed(static_cast<std::uint64_t>(layout.longest)), diagonal_levels);
+    p.max_live = p.log_linear ? std::max(p.all_levels - chunk_levels, 0) : 1;
+    p.tiles = layout.tiles;
+    p.slots = layout.slots;
+    p.documents = layout.documents;
+    // Enough blocks to fill any card, from the shape alone: results do not depend on the card.
+    const std::int64_t blocks = static_cast<std::int64_t>(p.tiles) * p.groups;
+    p.slices = static_cast<int>(std::clamp<std::int64_t>(ceil_div(2048, blocks), 1, p.heads / p.groups));
+    p.q_stride = args.q_stride;
+    p.k_stride = args.k_stride;
+    p.v_stride = args.v_stride;
+    p.wide_q = is_wide(sizeof(T), args.q, {args.q_stride, args.key_width});
+    p.wide_k = is_wide(sizeof(T), args.k, {args.k_stride, args.key_width});
+    p.wide_v = is_wide(sizeof(T), args.v, {args.v_stride, args.value_width});
+    p.wide_state = is_wide(sizeof(T), nullptr, {args.value_width});
+    p.tile_info = layout.tile_info;
+    p.slot_info = layout.slot_info;
+    p.document_info = layout.document_info;
+    p.q = static_cast<const T*>(args.q);
+    p.k = static_cast<const T*>(args.k);
+    p.v = static_cast<const T*>(args.v);
+    p.g = static_cast<const float*>(args.g);
+    p.level_scales = static_cast<const float*>(args.level_scales);
+    return p;
+}
+
+template <class T>
+void add_state_workspace(Arena& arena, Problem<T>& p) {
+    const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads;
+    arena.add(&p.gamma, tiles * heads * edge);
+    arena.add(&p.start, tiles * heads);
+    arena.add(&p.chunk_end, slots * heads);
+    arena.add(&p.states, slots * heads * p.key_width * p.value_width);
+}
+
+// Calls fn(integral_constant<int, KT>) for KT = 1, 2, 4.
+template <class F>
+void dispatch_key_tiles(int key_tiles, F&& fn) {
+    switch (key_tiles) {
+        case 1: return fn(std::integral_constant<int, 1>{});
+        case 2: return fn(std::integral_constant<int, 2>{});
+        default: return fn(std::integral_constant<int, 4>{});
+    }
+}
+
+unsigned blocks_for(std::int64_t items, std::int64_t per_block) { return static_cast<unsigned>(ceil_div(items, per_block)); }
+
+struct FlatGrid {
+    int width, blocks;
+};
+template <class T>
+FlatGrid flat_grid(const Problem<T>& p) {
+    const std::int64_t size = static_cast<std::int64_t>(p.key_width) * p.value_width;
+    const int width = size % wide == 0 ? wide : 1;
+    return {width, static_cast<int>(ceil_div(size, width * flat_threads))};
+}
+
+// Decays, chunk states, bucket states.
+template <class T>
+void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
+    const auto tiles = static_cast<unsigned>(p.tiles), slots = static_cast<unsigned>(p.slots);
+    const auto heads = static_cast<unsigned>(p.heads), value_tiles = static_cast<unsigned>(p.value_tiles);
+    launch_tiles(op, exec, tile_decays<T>, dim3(tiles), 0, p);
+    launch_tiles(op, exec, decay_positions<T>, dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
+    if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
+    dispatch_key_tiles(p.key_tiles, [&](auto kt) {
+        constexpr int KT = kt();
+        launch_tiles(op, exec, outer_products<T, KT, false>, dim3(slots, heads, value_tiles),
+                     2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
+    });
+    const FlatGrid flat = flat_grid(p);
+    dispatch_width(flat.width == wide, [&](auto w) {
+        launch(op, exec, merge_states<T, w()>, dim3(static_cast<unsigned>(p.documents) * heads * static_cast<unsigned>(flat.blocks)),
+               dim3(flat_threads), 0, p, flat.blocks);
+    });
+}
+
+}  // namespace
+
+void ssd_forward(const Exec& exec, const Ssd& args) {
+    constexpr const char* op = "ssd_forward";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        const auto layout = layout_of(exec, args.sequences);
+        Problem<T> p = make_problem<T>(op, args, *layout);
+        p.o = static_cast<T*>(args.o);
+        Arena arena;
+        add_state_workspace(arena, p);
+        arena.allocate(exec);
+        build_states(op, exec, p);
+        launch_tiles(op, exec, outputs<T>,
+                     dim3(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.groups * p.slices), static_cast<unsigned>(p.value_tiles)),
+                     output_shared(p.key_tiles, p.max_live, sizeof(T)), p);
+    });
+}
+
+void ssd_backward(const Exec& exec, const SsdBackward& args) {
+    constexpr const char* op = "ssd_backward";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        const auto layout = layout_of(exec, args.sequences);
+        Problem<T> p = make_problem<T>(op, args, *layout);
+        p.o_in = static_cast<const T*>(args.o);
+        p.d_o = static_cast<const T*>(args.d_o);
+        p.dq = static_cast<T*>(args.dq);
+        p.dk = static_cast<T*>(args.dk);
+        p.dv = static_cast<T*>(args.dv);
+        p.dg = static_cast<float*>(args.dg);
+        p.dlevel_scales = static_cast<float*>(args.dlevel_scales);
+        p.dq_stride = args.dq_stride;
+        p.dk_stride = args.dk_stride;
+        p.dv_stride = args.dv_stride;
+        p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
+        const FlatGrid flat = flat_grid(p);
+        p.flow_warps = flat.blocks * (flat_threads / 32);
+        const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads, slices = static_cast<std::int64_t>(p.groups) * p.slices;
+        Arena arena;
+        add_state_workspace(arena, p);
+        arena.add(&p.dstates, slots * heads * p.key_width * p.value_width);
+        if (p.log_linear) arena.add(&p.dscales, tiles * heads * p.all_levels * edge);
+        arena.add(&p.score_grad, slices * tiles * tiles_per_chunk * area);
+        arena.add(&p.dq_parts, slices * tiles * p.key_tiles * area);
+        arena.add(&p.dk_parts, slices * tiles * p.key_tiles * area);
+        arena.add(&p.rho, tiles * heads * edge);
+        arena.add(&p.crossing, slots * heads * p.flow_warps);
+        arena.add(&p.level_flow, slots * heads * 32);
+        arena.add(&p.flow, slots * heads);
+        arena.allocate(exec);
+
+        const auto tile_blocks = static_cast<unsigned>(tiles), slice_blocks = static_cast<unsigned>(slices);
+        const auto head_blocks = static_cast<unsigned>(heads), group_blocks = static_cast<unsigned>(p.groups);
+        build_states(op, exec, p);
+        if (p.slots == p.documents) {
+            // Only chunks of their own document: no state, no gradient of one, nothing crosses a chunk's end.
+            const auto bytes = static_cast<std::size_t>(slots * heads) * static_cast<std::size_t>(p.key_width * p.value_width) * sizeof(T);
+            FENWICK_CUDA_CHECK(cudaMemsetAsync(p.dstates, 0, bytes, stream_of(exec)));
+            FENWICK_CUDA_CHECK(cudaMemsetAsync(p.flow, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
+        } else {
+            dispatch_key_tiles(p.key_tiles, [&](auto kt) {
+                constexpr int KT = kt();
+                launch_tiles(op, exec, outer_products<T, KT, true>,
+                             dim3(static_cast<unsigned>(slots), head_blocks, static_cast<unsigned>(p.value_tiles)),
+                             2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
+            });
+            dispatch_width(flat.width == wide, [&](auto w) {
+                launch(op, exec, spread_gradients<T, w()>,
+                       dim3(static_cast<unsigned>(p.documents) * head_blocks * static_cast<unsigned>(flat.blocks)),
+                       dim3(flat_threads), 0, p, flat.blocks);
+            });
+        }
+        launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)), p);
+        launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)), p);
+        dispatch_key_tiles(p.key_tiles, [&](auto kt) {
+            constexpr int KT = kt();
+            launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
+                         query_gradient_shared(KT, p.value_tiles, p.max_live, sizeof(T)), p);
+            launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)), p);
+        });
+        const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
+        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * area * sizeof(T), p, p.key_tiles);
+        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * area * sizeof(T), p, p.key_tiles);
+        if (p.log_linear)
+            launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
+                         static_cast<std::size_t>(p.all_levels) * (edge + 1) * sizeof(float), p);
+        if (p.slots != p.documents) {
+            if (p.log_linear) launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
+            launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
+        }
+        launch_tiles(op, exec, decay_gradients<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
+    });
+}
+
+// ---- recurrent form --------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int recurrent_threads = 256;
+constexpr int recurrent_columns = 32;  // value columns of a block, a lane each; warps share the keys
+
+// Grid: batch x heads, value_width / 32.
+template <class T>
+__global__ void __launch_bounds__(recurrent_threads) recurrent(SsdRecurrent a) {
+    constexpr int warps = recurrent_threads / 32;
+    __shared__ float parts[warps][recurrent_columns];
+    const std::int64_t row = blockIdx.x / a.heads, h = blockIdx.x % a.heads, group = h / (a.heads / a.groups);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const std::int64_t column = static_cast<std::int64_t>(blockIdx.y) * recurrent_columns + lane;
+    const bool active = column < a.value_width;
+    const auto* level_scales = static_cast<const float*>(a.level_scales);
+    float* const state = static_cast<float*>(a.state) + (row * a.heads + h) * a.key_width * a.value_width + column;
+    const std::int64_t level_size = a.batch * a.heads * a.key_width * a.value_width;
+    for (std::int64_t n = 0; n < a.length; ++n) {
+        const std::int64_t t = a.position + n, token = row * a.length + n;
+        const T* const q = static_cast<const T*>(a.q) + token * a.q_stride + group * a.key_width;
+        const T* const k = static_cast<const T*>(a.k) + token * a.k_stride + group * a.key_width;
+        const float v = active ? tile::to_float(static_cast<const T*>(a.v)[token * a.v_stride + h * a.value_width + column]) : 0.0f;
+        const float decay = expf(static_cast<const float*>(a.g)[token * a.heads + h]);
+        const auto scale = [&](int level) {
+            return level_scales[(token * a.heads + h) * a.levels + min(level, static_cast<int>(a.levels) - 1)];
+        };
+        // Levels 1 .. merged - 1 become empty, level `merged` receives them and level 0.
+        const int merged = t > 0 ? __ffsll(t) : 0;
+        float sum = 0;
+        if (active) {
+            for (std::int64_t i = warp; i < a.key_width; i += warps) {
+                float* const at = state + i * a.value_width;
+                const float query = tile::to_float(q[i]), fresh = tile::to_float(k[i]) * v;
+                if (level_scales == nullptr) {
+                    const float x = at[0] * decay + fresh;
+                    at[0] = x;
+                    sum += query * x;
+                    continue;
+                }
+                float out = scale(0) * fresh;
+                if (merged > 0) {
+                    float x = at[0];
+                    for (int l = 1; l < merged; ++l) {
+                        x += at[l * level_size];
+                        at[l * level_size] = 0.0f;
+                    }
+                    x *= decay;
+                    at[merged * level_size] = x;
+                    out += scale(merged) * x;
+                    // Above it, level l is occupied where bit l - 1 of t is set.
+                    for (std::int64_t rest = t & (t - 1); rest != 0; rest &= rest - 1) {
+                        const int l = __ffsll(rest);
+                        const float y = at[l * level_size] * decay;
+                        at[l * level_size] = y;
+                        out += scale(l) * y;
+                    }
+                }
+                at[0] = fresh;
+                sum += query * out;
+            }
+        }
+        __syncthreads();  // the last token's sums have been read
+        parts[warp][lane] = sum;
+        __syncthreads();
+        if (warp == 0 && active) {
+            float total = 0;
+            for (int w = 0; w < warps; ++w) total += parts[w][lane];
+            static_cast<T*>(a.o)[(token * a.heads + h) * a.value_width + column] = tile::from_float<T>(total);
+        }
+    }
+}
+
+}  // namespace
+
+void ssd_recurrent(const Exec& exec, const SsdRecurrent& args) {
+    constexpr const char* op = "ssd_recurrent";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        launch(op, exec, recurrent<T>,
+               dim3(static_cast<unsigned>(args.batch * args.heads), blocks_for(args.value_width, recurrent_columns)),
+               dim3(recurrent_threads), 0, args);
+    });
+}
+
+}  // namespace fenwick::kernels::cuda
