@@ -709,21 +709,22 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
         if (x < others) store_clipped(total[x], out + x * area, edge, edge, edge, true);
 }
 
-inline std::size_t query_gradient_shared(int key_tiles, int value_tiles, int max_live, std::size_t size) {
-    return (key_tiles + 2 * value_tiles + 2) * area * size + (2 * max_live + 4) * edge * sizeof(float);
+// `buffers` of do: 2, or 1 where two do not fit.
+inline std::size_t query_gradient_shared(int key_tiles, int value_tiles, int buffers, int max_live, std::size_t size) {
+    return (key_tiles + buffers * value_tiles + 2) * area * size + (2 * max_live + 4) * edge * sizeof(float);
 }
 
 // Across chunks: dq += (scale * do) S' summed over buckets and a slice's heads, and the gradients of the level scales.
 // Grid: tiles, head slices of all groups.
 template <class T, int KT>
-__global__ void __launch_bounds__(threads) query_gradients(Problem<T> p) {
+__global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buffers) {
     const int tile_id = blockIdx.x, tid = threadIdx.x;
     const HeadRange range = head_range(p);
     const TileInfo info = p.tile_info[tile_id];
     const int c = info.index / tiles_per_chunk, live = live_count(p, c), value_tiles = p.value_tiles;
     T* const queries = reinterpret_cast<T*>(tile::shared_memory());  // KT tiles
-    T* const grads = queries + KT * area;                            // 2 x value_tiles tiles of do
-    T* const stages = grads + 2 * value_tiles * area;                // 2 tiles
+    T* const grads = queries + KT * area;                            // buffers x value_tiles tiles of do
+    T* const stages = grads + buffers * value_tiles * area;          // 2 tiles
     float* const decays = reinterpret_cast<float*>(stages + 2 * area);  // [live][64]
     float* const rows = decays + p.max_live * edge;                     // [live][64]: times the level scale
     float* const sums = rows + p.max_live * edge;                       // [2][2][64]
@@ -732,13 +733,16 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p) {
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) total[kt].clear();
     const int per_head = live * KT * value_tiles, items = per_head * range.count;
+    const auto fetch_grads = [&](int head) {
+        for (int x = 0; x < value_tiles; ++x)
+            load_output_grad(p, grads + (head & (buffers - 1)) * value_tiles * area + x * area, info.token, info.rows,
+                             range.first + head, x);
+    };
     const auto fetch = [&](int n) {
         if (n >= items) return;
         const int head = n / per_head, item = n % per_head, h = range.first + head;
         const int vt = item % value_tiles, kt = item / value_tiles % KT;
-        if (item == 0)
-            for (int x = 0; x < value_tiles; ++x)
-                load_output_grad(p, grads + ((head & 1) * value_tiles + x) * area, info.token, info.rows, h, x);
+        if (item == 0 && buffers == 2) fetch_grads(head);
         const Live bucket = live_bucket(p, c, item / (value_tiles * KT));
         load_state(p, stages + (n & 1) * area, p.states, info.slot - bucket.back, h, kt, vt);
         tile::commit_async();
@@ -757,6 +761,10 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p) {
         const int h = range.first + head;
         wait_for_tiles();
         flush(parity ^ 1);
+        if (buffers == 1) {
+            fetch_grads(head);
+            tile::commit_async();
+        }
         for (int x = tid; x < live * edge; x += threads) {
             const int t = x % edge;
             const Live bucket = live_bucket(p, c, x / edge);
@@ -776,7 +784,7 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p) {
                     wait_for_tiles();
                     flush(parity ^ 1);
                     fetch(n + 1);
-                    tile::multiply<false, true>(part, grads + ((head & 1) * value_tiles + vt) * area, stages + (n & 1) * area,
+                    tile::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area, stages + (n & 1) * area,
                                                 Unscaled{});
                 }
                 if (kt == 0) {
@@ -1400,8 +1408,9 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)), p);
         dispatch_key_tiles(p.key_tiles, [&](auto kt) {
             constexpr int KT = kt();
+            const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
             launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
-                         query_gradient_shared(KT, p.value_tiles, p.max_live, sizeof(T)), p);
+                         query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
             launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)), p);
         });
         const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
