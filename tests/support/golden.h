@@ -13,14 +13,33 @@
 
 namespace fenwick::test {
 
-// The folders that hold cases: shared/golden beside the source tree, and FENWICK_GOLDEN_DIR.
+// The folders that FENWICK_GOLDEN_DIR names (several separated by ':'), else shared/golden beside the source tree; whether or
+// not they exist.
 inline std::vector<std::filesystem::path> golden_folders() {
+    const char* named = std::getenv("FENWICK_GOLDEN_DIR");
+    if (named == nullptr || *named == '\0')
+        return {(std::filesystem::path(__FILE__).parent_path() / "../../../shared/golden").lexically_normal()};
     std::vector<std::filesystem::path> folders;
-    const auto beside = std::filesystem::path(__FILE__).parent_path() / "../../../shared/golden";
-    if (std::filesystem::is_directory(beside)) folders.push_back(beside.lexically_normal());
-    if (const char* more = std::getenv("FENWICK_GOLDEN_DIR"); more != nullptr && std::filesystem::is_directory(more))
-        folders.emplace_back(more);
+    const std::string text = named;
+    for (std::size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+        end = text.find(':', begin);
+        const std::string folder = text.substr(begin, end == std::string::npos ? end : end - begin);
+        if (!folder.empty()) folders.emplace_back(folder);
+    }
     return folders;
+}
+
+// All .h5 files of the folders that exist, sorted within each folder.
+inline std::vector<std::filesystem::path> golden_files() {
+    std::vector<std::filesystem::path> files;
+    for (const auto& folder : golden_folders()) {
+        if (!std::filesystem::is_directory(folder)) continue;
+        const auto first = files.size();
+        for (const auto& entry : std::filesystem::directory_iterator(folder))
+            if (entry.path().extension() == ".h5") files.push_back(entry.path());
+        std::sort(files.begin() + static_cast<std::ptrdiff_t>(first), files.end());
+    }
+    return files;
 }
 
 class GoldenCase {
@@ -28,6 +47,7 @@ public:
     explicit GoldenCase(const std::filesystem::path& path)
         : name(path.stem().string()), file_(hdf5::File::open(path.string())), params_(file_.attribute_string("/", "params")) {}
 
+    std::string op() const { return file_.attribute_string("/", "op"); }
     bool has(const std::string& dataset) const { return file_.exists(dataset); }
     Tensor tensor(const std::string& dataset) const {
         return Tensor::from(file_.read<double>(dataset), file_.info(dataset).shape);
@@ -66,14 +86,11 @@ private:
     std::string params_;
 };
 
-// All cases whose root attribute "op" is `op`, sorted by path.
+// All cases whose root attribute "op" is `op`.
 inline std::vector<std::filesystem::path> golden_cases(std::string_view op) {
     std::vector<std::filesystem::path> paths;
-    for (const auto& folder : golden_folders())
-        for (const auto& entry : std::filesystem::directory_iterator(folder))
-            if (entry.path().extension() == ".h5" && hdf5::File::open(entry.path().string()).attribute_string("/", "op") == op)
-                paths.push_back(entry.path());
-    std::sort(paths.begin(), paths.end());
+    for (const auto& path : golden_files())
+        if (hdf5::File::open(path.string()).attribute_string("/", "op") == op) paths.push_back(path);
     return paths;
 }
 
