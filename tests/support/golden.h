@@ -76,7 +76,7 @@ public:
 
 private:
     std::string raw(std::string_view key) const {
-        const std::string quoted = "\"" + std::string(key) + "\":";
+        const std::string quoted = fmt::format("\"{}\":", key);
         const auto found = params_.find(quoted);
         if (found == std::string::npos) return {};
         const auto begin = params_.find_first_not_of(' ', found + quoted.size());
