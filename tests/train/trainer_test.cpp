@@ -1,0 +1,334 @@
+#include "train/trainer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "base/files.h"
+#include "base/hdf5.h"
+#include "base/log.h"
+#include "base/parallel.h"
+#include "data/token_file.h"
+#include "data/tokenizer.h"
+#include "support/random_tensor.h"
+#include "train/checkpoint.h"
+
+namespace fenwick::train {
+
+Communicator& mpi_world();  // communicator_test.cpp
+
+namespace {
+
+namespace fs = std::filesystem;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Killed {};
+
+// Keeps what it is told; can die or raise a signal after a step.
+struct Recorder : Observer {
+    std::vector<StepReport> steps;
+    std::vector<std::string> checkpoints;
+    std::string resumed_from;
+    std::int64_t kill_after = -1, signal_after = -1;
+    void on_start(const StartReport& report) override { resumed_from = report.resumed_from; }
+    void on_step(const StepReport& report) override {
+        steps.push_back(report);
+        if (report.step == kill_after) throw Killed();
+        if (report.step == signal_after) std::raise(SIGTERM);
+    }
+    void on_checkpoint(std::int64_t, const std::string& path) override { checkpoints.push_back(path); }
+};
+
+// A folder with a training file (an odd number of tokens, so that the last row of an epoch has fewer targets) and a
+// validation file, both of text whose next byte can be learned.
+struct TrainerTest : testing::Test {
+    fs::path folder;
+
+    void SetUp() override {
+        spdlog::set_level(spdlog::level::off);
+        folder = fs::path(testing::TempDir()) / fmt::format("fenwick_trainer_{}", getpid());
+        fs::remove_all(folder);
+        fs::create_directories(folder);
+        write_tokens("train.h5", 1501, 1);
+        write_tokens("valid.h5", 333, 2);
+    }
+    void TearDown() override {
+        fs::remove_all(folder);
+        set_num_threads(2);
+        spdlog::set_level(spdlog::level::info);
+    }
+
+    void write_tokens(const std::string& name, std::int64_t count, std::uint64_t seed) const {
+        const auto tokenizer = data::open_tokenizer("bytes");
+        data::TokenFileWriter writer((folder / name).string(), *tokenizer);
+        Random random(seed);
+        std::vector<std::int32_t> ids;
+        for (std::int64_t i = 0; i + 1 < count; ++i)
+            ids.push_back(static_cast<std::int32_t>('a' + (i % 7) + (random.below(8) == 0 ? 7 : 0)));
+        writer.append(ids.data(), static_cast<std::int64_t>(ids.size()));
+        writer.end_document(count - 1, 1);
+        writer.finish();
+    }
+
+    RunConfig config(const std::string& run, std::vector<std::string> overrides = {}) const {
+        const std::string text = fmt::format(R"(run_dir: {0}/{1}
+model: {{type: log_linear_mamba2, hidden_size: 16, num_layers: 2, num_heads: 2, head_dim: 8, state_size: 4,
+         intermediate_size: 24, chunk_size: 8}}
+data: {{train: {0}/train.h5, valid: {0}/valid.h5, sequence_length: 23}}
+optimizer: {{learning_rate: 0.01}}
+schedule: {{warmup_steps: 3}}
+train: {{steps: 20, batch_size: 4, validate_every: 6, checkpoint_every: 4, seed: 5, device: cpu, num_threads: 1}}
+)", folder.string(), run);
+        return parse_config(text, "test.yaml", overrides);
+    }
+
+    static EndReport run(const RunConfig& config, Observer& observer, Resume resume = Resume::no) {
+        const auto communicator = single_process();
+        return train(config, resume, *communicator, observer);
+    }
+    static EndReport run(const RunConfig& config, Resume resume = Resume::no) {
+        Observer silent;
+        return run(config, silent, resume);
+    }
+
+    // metrics.jsonl without the times.
+    static std::string metrics(const RunConfig& config) {
+        std::istringstream lines(read_file(config.run_dir + "/metrics.jsonl"));
+        std::string out, line;
+        while (std::getline(lines, line)) out += line.substr(0, line.find(",\"time_s\"")) + "\n";
+        return out;
+    }
+
+    // Every tensor of the final checkpoint, as it is stored.
+    static std::map<std::string, std::vector<double>> tensors(const RunConfig& config) {
+        const auto file = hdf5::File::open(checkpoint_path(config.run_dir + "/checkpoints", config.train.steps));
+        std::map<std::string, std::vector<double>> all;
+        for (const std::string group : {"weights", "optimizer"})
+            for (const auto& name : file.all_datasets(group)) all[name + " of " + group] = file.read<double>(group + "/" + name);
+        return all;
+    }
+    // Largest RMS error ratio of any weight.
+    static double weight_error(const RunConfig& a, const RunConfig& b) {
+        const auto left = tensors(a), right = tensors(b);
+        double worst = left.size() == right.size() ? 0 : INFINITY;
+        for (const auto& [name, values] : left)
+            if (name.ends_with("of weights")) worst = std::max(worst, test::rms_ratio(values, right.at(name)));
+        return worst;
+    }
+};
+
+template <class Body>
+std::string error_of(Body&& body) {
+    try {
+        body();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "no error";
+}
+
+TEST_F(TrainerTest, LearnsAndWritesTheRunFolder) {
+    Recorder recorder;
+    const RunConfig wanted = config("a", {"train.steps=40"});
+    const EndReport end = run(wanted, recorder);
+    EXPECT_EQ(end.step, 40);
+    EXPECT_FALSE(end.interrupted);
+    ASSERT_EQ(recorder.steps.size(), 40u);
+    EXPECT_NEAR(recorder.steps.front().loss, std::log(257), 0.3);
+    EXPECT_LT(recorder.steps.back().loss, 3.5);
+    EXPECT_LT(*recorder.steps.back().valid_loss, 3.5);
+    EXPECT_EQ(recorder.steps[0].tokens, 4 * 23);
+    EXPECT_FALSE(recorder.steps[4].valid_loss.has_value());
+    EXPECT_TRUE(recorder.steps[5].valid_loss.has_value());
+    EXPECT_EQ(recorder.checkpoints.size(), 10u);
+    EXPECT_EQ(recorder.resumed_from, "");
+    EXPECT_EQ(checkpoint_steps(wanted.run_dir + "/checkpoints"), (std::vector<std::int64_t>{36, 40}));
+    // One epoch of 1501 tokens has 1500 targets; the row that ends it has fewer than 23.
+    EXPECT_EQ(recorder.steps[16].tokens - recorder.steps[15].tokens < 4 * 23, true);
+    EXPECT_EQ(load_config(wanted.run_dir + "/config.yaml").model.vocab_size, 257);
+    EXPECT_THAT(metrics(wanted), StartsWith("{\"step\":1,\"tokens\":92,\"loss\":5."));
+}
+
+TEST_F(TrainerTest, AccumulationChangesNothingButRounding) {
+    for (const auto& [dtype, tolerance] : {std::pair{"float32", 1e-5}, std::pair{"float64", 1e-10}}) {
+        Recorder whole;
+        const RunConfig reference = config(fmt::format("whole_{}", dtype), {fmt::format("train.dtype={}", dtype)});
+        run(reference, whole);
+        for (const int micro : {2, 1}) {
+            Recorder split;
+            const RunConfig parts = config(fmt::format("micro_{}_{}", micro, dtype),
+                                           {fmt::format("train.dtype={}", dtype), fmt::format("train.micro_batch={}", micro)});
+            run(parts, split);
+            for (std::size_t i = 0; i < whole.steps.size(); ++i) {
+                EXPECT_NEAR(split.steps[i].loss, whole.steps[i].loss, tolerance * whole.steps[i].loss) << i;
+                if (whole.steps[i].valid_loss) {
+                    EXPECT_NEAR(*split.steps[i].valid_loss, *whole.steps[i].valid_loss, tolerance * whole.steps[i].loss);
+                }
+            }
+            EXPECT_LT(weight_error(parts, reference), tolerance);
+        }
+    }
+}
+
+TEST_F(TrainerTest, ResumeIsExactWhereverTheRunIsKilled) {
+    const RunConfig straight = config("straight");
+    run(straight);
+    const std::string expected = metrics(straight);
+    for (const int threads : {1, 2}) {
+        const RunConfig killed = config(fmt::format("killed_{}", threads), {fmt::format("train.num_threads={}", threads)});
+        // After 3 steps there is no checkpoint yet; 8 is one; the others fall between.
+        for (const std::int64_t step : {3, 8, 11, 18}) {
+            Recorder recorder;
+            recorder.kill_after = step;
+            EXPECT_THROW(run(killed, recorder, Resume::automatic), Killed);
+        }
+        // Half a line and half a checkpoint, as a crash may leave them.
+        { std::ofstream(killed.run_dir + "/metrics.jsonl", std::ios::app) << "{\"step\":19,\"tok"; }
+        fs::copy_file(checkpoint_path(killed.run_dir + "/checkpoints", 16), killed.run_dir + "/checkpoints/step_17.h5");
+        fs::resize_file(killed.run_dir + "/checkpoints/step_17.h5", 5000);
+        Recorder recorder;
+        run(killed, recorder, Resume::automatic);
+        EXPECT_EQ(recorder.resumed_from, checkpoint_path(killed.run_dir + "/checkpoints", 16));
+        EXPECT_EQ(metrics(killed), expected);
+        EXPECT_EQ(tensors(killed), tensors(straight));
+    }
+}
+
+TEST_F(TrainerTest, ASignalEndsTheRunWithACheckpoint) {
+    const RunConfig straight = config("straight"), stopped = config("stopped");
+    run(straight);
+    Recorder recorder;
+    recorder.signal_after = 5;
+    const EndReport end = run(stopped, recorder);
+    EXPECT_TRUE(end.interrupted);
+    EXPECT_EQ(end.step, 6);  // the step after the signal is finished
+    EXPECT_EQ(end.checkpoint, checkpoint_path(stopped.run_dir + "/checkpoints", 6));
+    EXPECT_EQ(latest_complete(stopped.run_dir + "/checkpoints"), end.checkpoint);
+    EXPECT_FALSE(run(stopped, Resume::automatic).interrupted);
+    EXPECT_EQ(metrics(stopped), metrics(straight));
+    EXPECT_EQ(tensors(stopped), tensors(straight));
+}
+
+TEST_F(TrainerTest, AFinishedRunIsLeftAlone) {
+    const RunConfig wanted = config("a", {"train.steps=4"});
+    run(wanted);
+    const std::string lines = read_file(wanted.run_dir + "/metrics.jsonl");
+    EXPECT_EQ(error_of([&] { run(wanted); }),
+              wanted.run_dir + " already holds a run; continue it with --resume auto, or give another run_dir");
+    EXPECT_EQ(run(wanted, Resume::automatic).step, 4);
+    EXPECT_EQ(read_file(wanted.run_dir + "/metrics.jsonl"), lines);
+    // Longer: it goes on from there.
+    EXPECT_EQ(run(config("a", {"train.steps=6"}), Resume::automatic).step, 6);
+    EXPECT_THAT(read_file(wanted.run_dir + "/metrics.jsonl"), StartsWith(lines));
+}
+
+TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefused) {
+    run(config("a", {"train.steps=4"}));
+    EXPECT_EQ(error_of([&] { run(config("a", {"train.steps=8", "model.state_size=8"}), Resume::automatic); }),
+              checkpoint_path((folder / "a/checkpoints").string(), 4) +
+                  ": checkpoint of another model: model.state_size is 4 there, 8 here");
+    EXPECT_EQ(error_of([&] { run(config("b", {"model.vocab_size=100"})); }),
+              fmt::format("model.vocab_size is 100, but {}/train.h5 has token ids up to 256; use at least 257, or 0 to take it "
+                          "from there", folder.string()));
+}
+
+TEST_F(TrainerTest, LossesThatAreNotFinite) {
+    // Weights explode after the first update.
+    const std::vector<std::string> explosive{"optimizer.learning_rate=1e30", "schedule.warmup_steps=0", "train.steps=3"};
+    EXPECT_THAT(error_of([&] { run(config("stop", explosive)); }),
+                testing::AllOf(StartsWith("step 2: the loss is "), HasSubstr("first tensor that is not finite: ")));
+    auto skipping = explosive;
+    skipping.push_back("train.on_nan=skip");
+    Recorder recorder;
+    const RunConfig wanted = config("skip", skipping);
+    run(wanted, recorder);
+    ASSERT_EQ(recorder.steps.size(), 3u);
+    EXPECT_FALSE(recorder.steps[0].skipped);
+    EXPECT_TRUE(recorder.steps[1].skipped);
+    EXPECT_THAT(metrics(wanted), HasSubstr("\"skipped\":true"));
+}
+
+TEST_F(TrainerTest, TheValidationLossIsThatOfTheSavedModel) {
+    Recorder recorder;
+    const RunConfig wanted = config("a", {"train.steps=5"});
+    run(wanted, recorder);
+    const LoadedModel loaded = load_model(wanted.run_dir);
+    EXPECT_EQ(loaded.step, 5);
+    EXPECT_EQ(loaded.tokenizer.kind, "bytes");
+    const data::TokenFile file(wanted.data.valid);
+    std::vector<std::int32_t> tokens(static_cast<std::size_t>(file.info().num_tokens));
+    file.read(0, file.info().num_tokens, tokens.data());
+    // Windows of 23 targets, one by one, the tail as short as it is.
+    double sum = 0;
+    std::int64_t count = 0;
+    for (std::size_t begin = 0; begin + 1 < tokens.size(); begin += 23) {
+        const std::size_t length = std::min<std::size_t>(23, tokens.size() - 1 - begin);
+        const auto at = [&](std::size_t i) { return tokens.begin() + static_cast<std::ptrdiff_t>(i); };
+        const std::vector<std::int32_t> inputs(at(begin), at(begin + length)), targets(at(begin + 1), at(begin + 1 + length));
+        const Shape shape{1, static_cast<std::int64_t>(length)};
+        const auto result = loaded.model.loss(Tensor::from(inputs, shape), Tensor::from(targets, shape),
+                                              SequenceLayout::uniform(1, shape[1]), 1.0);
+        sum += result.loss.value().item();
+        count += shape[1];
+    }
+    EXPECT_EQ(count, 332);
+    EXPECT_NEAR(*recorder.steps.back().valid_loss, sum / static_cast<double>(count), 1e-5);
+
+    Recorder limited;
+    run(config("b", {"train.steps=5", "train.validate_tokens=40"}), limited);  // two rows of 23
+    EXPECT_NE(*limited.steps.back().valid_loss, *recorder.steps.back().valid_loss);
+}
+
+using MpiTrainer = TrainerTest;
+
+// Several processes give the run of one, up to rounding; resume keeps working.
+TEST_F(MpiTrainer, EqualsOneProcess) {
+    if (mpi_world().size() == 1) GTEST_SKIP() << "runs under mpirun (ctest: train_mpi_2, train_mpi_4)";
+    Communicator& world = mpi_world();
+    // All processes work in rank 0's folder.
+    const Tensor process = Tensor::full({1}, static_cast<double>(getpid()), DType::float64);
+    world.broadcast(process, 0);
+    const fs::path own = folder;
+    folder = fs::path(testing::TempDir()) / fmt::format("fenwick_trainer_{}", static_cast<std::int64_t>(process.item()));
+    for (const auto& [dtype, tolerance] : {std::pair{"float32", 1e-5}, std::pair{"float64", 1e-10}})
+        for (const int micro : {2, 1}) {
+            const std::vector<std::string> overrides{fmt::format("train.dtype={}", dtype), "train.batch_size=8",
+                                                     fmt::format("train.micro_batch={}", micro)};
+            const RunConfig together = config(fmt::format("together_{}_{}", dtype, micro), overrides);
+            const RunConfig alone = config(fmt::format("alone_{}_{}", dtype, micro), overrides);
+            Recorder several, one;
+            EXPECT_EQ(train(together, Resume::no, world, several).step, 20);
+            if (world.is_root()) {
+                run(alone, one);
+                for (std::size_t i = 0; i < one.steps.size(); ++i) {
+                    EXPECT_NEAR(several.steps[i].loss, one.steps[i].loss, tolerance * one.steps[i].loss) << i;
+                    EXPECT_EQ(several.steps[i].tokens, one.steps[i].tokens);
+                }
+                EXPECT_NEAR(*several.steps.back().valid_loss, *one.steps.back().valid_loss, tolerance * one.steps.back().loss);
+                EXPECT_LT(weight_error(together, alone), tolerance);
+                // As after a crash: the last checkpoint is lost.
+                fs::remove(checkpoint_path(together.run_dir + "/checkpoints", 20));
+            }
+            const auto before = world.is_root() ? metrics(together) : "";
+            world.barrier();
+            Recorder resumed;
+            train(together, Resume::automatic, world, resumed);
+            if (world.is_root()) {
+                EXPECT_EQ(resumed.resumed_from, checkpoint_path(together.run_dir + "/checkpoints", 16));
+                EXPECT_EQ(metrics(together), before);
+            }
+        }
+    world.barrier();
+    folder = own;
+}
+
+}  // namespace
+}  // namespace fenwick::train
