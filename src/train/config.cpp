@@ -134,7 +134,7 @@ const std::vector<Section>& table() {
                             "width of the MLP; 0: 256 * ceil(8/3 * hidden_size / 256)")),
             above(0, key("norm_eps", FIELD(model.norm_eps), "added to the mean square in norms")),
             key("tie_embeddings", FIELD(model.tie_embeddings), "output head shares the embedding's weights"),
-            at_least(0, key("initializer_range", FIELD(model.initializer_range),
+            above(0, key("initializer_range", FIELD(model.initializer_range),
                             "standard deviation of initial weights of projections and embedding")),
             required(at_least(1, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
             at_least(0, key("head_dim", FIELD(model.head_dim),
@@ -152,7 +152,7 @@ const std::vector<Section>& table() {
                    std::vector<std::pair<std::string, ops::LevelOverflow>>{{"clamp", ops::LevelOverflow::clamp},
                                                                            {"error", ops::LevelOverflow::error}},
                    "log-linear models: a sequence that needs more levels uses the last one for them, or is refused"),
-            at_least(1, key("chunk_size", FIELD(model.chunk_size), "tokens of a chunk, a power of two; speed only")),
+            between(16, 256, key("chunk_size", FIELD(model.chunk_size), "tokens of a chunk, a power of two; speed only")),
         }},
         {"data", "What it is trained on: token files made by `fenwick tokenize`.", {
             required(key("train", FIELD(data.train), "token files of the training text; one name may stand without a list")),
@@ -459,15 +459,19 @@ private:
         if (train.micro_batch > 0 && train.batch_size % train.micro_batch != 0)
             fail("{}: train.batch_size {} is not a multiple of train.micro_batch {}; {} would be", origin_, train.batch_size,
                  train.micro_batch, (train.batch_size / train.micro_batch + 1) * train.micro_batch);
-        if (!std::has_single_bit(static_cast<std::uint64_t>(config.model.chunk_size)))
-            fail("{}: model.chunk_size is {}; a power of two such as {} is needed", origin_, config.model.chunk_size,
-                 std::bit_ceil(static_cast<std::uint64_t>(config.model.chunk_size)));
         if (train.dtype == DType::bfloat16 && train.device == DeviceChoice::cpu)
             fail("{}: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32", origin_);
         if (train.dtype == DType::float64 && train.device == DeviceChoice::cuda)
             fail("{}: train.dtype is float64 and train.device is cuda; the GPU computes in float32 or bfloat16", origin_);
         if (model::has_levels(config.model.type) && config.model.num_levels == 0)
             config.model.num_levels = std::bit_width(static_cast<std::uint64_t>(data.sequence_length - 1)) + 1;
+        model::ModelConfig complete = config.model;
+        if (complete.vocab_size == 0) complete.vocab_size = 1;  // the token file will say
+        try {
+            complete.validate();
+        } catch (const Error& error) {
+            fail("{}: {}", origin_, error.what());
+        }
     }
 };
 

@@ -20,7 +20,7 @@ using testing::HasSubstr;
 using testing::StartsWith;
 
 constexpr const char* config_text = R"(run_dir: r
-model: {type: mamba2, hidden_size: 64, num_layers: 1, num_heads: 2}
+model: {type: mamba2, hidden_size: 64, num_layers: 1, num_heads: 2, head_dim: 64}
 data: {train: a.h5, sequence_length: 8}
 train: {steps: 4}
 )";

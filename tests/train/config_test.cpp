@@ -152,9 +152,12 @@ TEST(Config, Contradictions) {
               "a.yaml: schedule.warmup_steps 60 and schedule.decay_steps 60 do not fit into train.steps 100; lower them, or raise "
               "train.steps to 120");
     EXPECT_EQ(error_of(minimal, {"model.chunk_size=48"}),
-              "a.yaml: model.chunk_size is 48; a power of two such as 64 is needed");
+              "a.yaml: model.chunk_size is 48; use 16, 32, 64, 128 or 256");
     EXPECT_EQ(error_of(minimal, {"train.dtype=bfloat16", "train.device=cpu"}),
               "a.yaml: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32");
+
+    EXPECT_EQ(error_of(minimal, {"model.n_groups=3"}),
+              "a.yaml: model.num_heads 4 is not divisible by model.n_groups 3; use 2");
 
     RunConfig config = parse_config(minimal, "a.yaml", {"train.batch_size=12"});
     RunConfig copy = config;
