@@ -1,6 +1,8 @@
 // Matrix product (OpenBLAS on the CPU, cuBLASLt on CUDA).
 #pragma once
 
+#include <atomic>
+
 #include "kernels/kernel.h"
 
 namespace fenwick::kernels {
@@ -21,5 +23,13 @@ struct Gemm {
     std::int64_t stride_a = 0, stride_b = 0, stride_c = 0;  // elements between batch entries
 };
 FENWICK_KERNEL(gemm, Gemm)
+
+namespace detail {
+inline std::atomic<bool> tf32_wanted{false};
+}
+// Whether float32 products on CUDA may round their operands to tf32 (10 bits of mantissa, several times as fast). Off unless
+// asked for; holds for the whole process, from the next product on.
+inline void allow_tf32(bool allowed) { detail::tf32_wanted = allowed; }
+inline bool tf32_allowed() { return detail::tf32_wanted; }
 
 }  // namespace fenwick::kernels

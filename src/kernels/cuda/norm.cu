@@ -1,0 +1,338 @@
+#include "kernels/norm.h"
+
+#include "kernels/cuda/common.cuh"
+
+namespace fenwick::kernels::cuda {
+namespace {
+
+// A team of threads takes one slice (row, group): up to one warp for slices of at most narrow_limit elements (several
+// teams a block), a whole block of 256 threads for wider ones.
+constexpr int block_threads = 256;
+constexpr std::int64_t narrow_limit = 1024;
+
+struct Teams {
+    int lanes;         // threads of a team
+    int team, lane;    // which team of the block, which thread of the team
+    int teams;         // teams of a block
+    float* scratch;    // 32 floats, where a team is a block
+
+    __device__ Teams(int team_lanes, float* block_scratch)
+        : lanes(team_lanes), team(threadIdx.x / team_lanes), lane(threadIdx.x % team_lanes), teams(blockDim.x / team_lanes),
+          scratch(block_scratch) {}
+    // Every thread of the block must call it equally often.
+    __device__ float sum(float value) const { return lanes <= 32 ? team_sum(value, lanes) : block_sum(value, scratch); }
+};
+
+int team_lanes(std::int64_t slice_width, int vector) {
+    return slice_width <= narrow_limit ? std::min(next_power_of_two(ceil_div(slice_width, vector)), 32) : block_threads;
+}
+
+// ---- rms_norm --------------------------------------------------------------------------------------------------------
+
+// h = u, or u * silu(z) with the gate before the norm.
+template <int V>
+__device__ __forceinline__ void gate_before(float (&u)[V], const float (&z)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) u[i] *= silu_of(z[i]);
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm args, int lanes) {
+    __shared__ float scratch[32];
+    const Teams teams(lanes, scratch);
+    const std::int64_t slice = args.width / args.groups, slices = args.rows * args.groups;
+    const auto* x = static_cast<const T*>(args.x);
+    const auto* residual = static_cast<const T*>(args.residual);
+    const auto* z = static_cast<const T*>(args.z);
+    const auto* weight = static_cast<const float*>(args.weight);
+    auto* sum = static_cast<T*>(args.sum);
+    auto* y = static_cast<T*>(args.y);
+    auto* rstd = static_cast<float*>(args.rstd);
+    for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * teams.teams; first < slices;
+         first += static_cast<std::int64_t>(gridDim.x) * teams.teams) {
+        const std::int64_t index = first + teams.team;
+        const bool active = index < slices;
+        const std::int64_t row = active ? index / args.groups : 0, offset = active ? (index - row * args.groups) * slice : 0;
+        const T* u_row = residual != nullptr ? sum + row * args.width + offset : x + row * args.x_stride + offset;
+        float squares = 0;
+        if (active) {
+            for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
+                float u[V];
+                load(u, x + row * args.x_stride + offset + column);
+                if (residual != nullptr) {
+                    float r[V];
+                    load(r, residual + row * args.width + offset + column);
+#pragma unroll
+                    // Rounded to T at once: backward sees what was stored.
+                    for (int i = 0; i < V; ++i) u[i] = convert<float>(convert<T>(u[i] + r[i]));
+                    store(sum + row * args.width + offset + column, u);
+                }
+                if (args.gate == NormGate::before) {
+                    float gate[V];
+                    load(gate, z + row * args.z_stride + offset + column);
+                    gate_before(u, gate);
+                }
+#pragma unroll
+                for (int i = 0; i < V; ++i) squares += u[i] * u[i];
+            }
+        }
+        squares = teams.sum(squares);
+        if (!active) continue;  // only teams inside a warp are ever inactive: no thread waits for them at a barrier
+        const float scale = rsqrtf(squares / static_cast<float>(slice) + static_cast<float>(args.eps));
+        if (teams.lane == 0) rstd[index] = scale;
+        // Each thread reads again what it read (or wrote) above: the caches have it.
+        for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
+            float u[V], w[V];
+            load(u, u_row + column);
+            load(w, weight + offset + column);
+            float gate[V];
+            if (args.gate != NormGate::none) load(gate, z + row * args.z_stride + offset + column);
+            if (args.gate == NormGate::before) gate_before(u, gate);
+#pragma unroll
+            for (int i = 0; i < V; ++i) u[i] *= scale * w[i];
+            if (args.gate == NormGate::after) gate_before(u, gate);
+            store(y + row * args.width + offset + column, u);
+        }
+    }
+}
+
+// Block (block.x, block.y = group): rows block.x * rows_per_block and following, dealt to the block's teams. Every team sums
+// its share of dweight in shared memory [teams, slice], where each thread owns its columns; partial [row blocks, width].
+template <class T, int V>
+__global__ void __launch_bounds__(block_threads) rms_norm_backward_kernel(RmsNormBackward args, int lanes,
+                                                                           std::int64_t rows_per_block, float* partial) {
+    extern __shared__ __align__(16) float shared[];
+    __shared__ float scratch[32];
+    const Teams teams(lanes, scratch);
+    const std::int64_t slice = args.width / args.groups, group = blockIdx.y, offset = group * slice;
+    const auto* u_all = static_cast<const T*>(args.u);
+    const auto* z_all = static_cast<const T*>(args.z);
+    const auto* weight = static_cast<const float*>(args.weight) + offset;
+    const auto* rstd = static_cast<const float*>(args.rstd);
+    const auto* dy_all = static_cast<const T*>(args.dy);
+    const auto* dsum_all = static_cast<const T*>(args.dsum);
+    auto* du_all = static_cast<T*>(args.du);
+    auto* dz_all = static_cast<T*>(args.dz);
+    const bool before = args.gate == NormGate::before, after = args.gate == NormGate::after;
+
+    float* dweight = shared + teams.team * slice;
+    for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V)
+#pragma unroll
+        for (int i = 0; i < V; ++i) dweight[column + i] = 0;
+
+    const std::int64_t begin = blockIdx.x * rows_per_block;
+    const std::int64_t end = begin + rows_per_block < args.rows ? begin + rows_per_block : args.rows;
+    for (std::int64_t first = begin; first < end; first += teams.teams) {
+        const bool active = first + teams.team < end;
+        const std::int64_t row = active ? first + teams.team : begin;
+        const T* u_row = u_all + row * args.u_stride + offset;
+        const T* z_row = z_all + row * args.z_stride + offset;  // not read without a gate
+        const T* dy_row = dy_all + row * args.width + offset;
+        const float scale = rstd[row * args.groups + group];
+        float dot = 0;  // sum of (gradient of the normalised value) * (normalised value)
+        if (active) {
+            for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
+                float h[V], d[V], w[V];
+                load(h, u_row + column);
+                load(d, dy_row + column);
+                load(w, weight + column);
+                if (before || after) {
+                    float gate[V];
+                    load(gate, z_row + column);
+                    if (before)
+                        gate_before(h, gate);
+                    else
+                        gate_before(d, gate);
+                }
+#pragma unroll
+                for (int i = 0; i < V; ++i) {
+                    const float normal = h[i] * scale;
+                    dot += d[i] * w[i] * normal;
+                    dweight[column + i] += d[i] * normal;
+                }
+            }
+        }
+        dot = teams.sum(dot);
+        if (!active) continue;
+        const float mean = dot / static_cast<float>(slice);
+        for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
+            float u[V], d[V], w[V], gate[V];
+            load(u, u_row + column);
+            load(d, dy_row + column);
+            load(w, weight + column);
+            if (before || after) load(gate, z_row + column);
+            float du[V], dz[V];
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if (before) {
+                    const float s = sigmoid_of(gate[i]), silu = gate[i] * s;
+                    const float dh = scale * (d[i] * w[i] - u[i] * silu * scale * mean);
+                    du[i] = dh * silu;
+                    dz[i] = dh * u[i] * s * (1.0f + gate[i] * (1.0f - s));
+                } else if (after) {
+                    const float s = sigmoid_of(gate[i]), silu = gate[i] * s, normal = u[i] * scale;
+                    du[i] = scale * (d[i] * w[i] * silu - normal * mean);
+                    dz[i] = d[i] * w[i] * normal * s * (1.0f + gate[i] * (1.0f - s));
+                } else {
+                    du[i] = scale * (d[i] * w[i] - u[i] * scale * mean);
+                }
+            }
+            if (dsum_all != nullptr) {
+                float later[V];
+                load(later, dsum_all + row * args.width + offset + column);
+#pragma unroll
+                for (int i = 0; i < V; ++i) du[i] += later[i];
+            }
+            store(du_all + row * args.du_stride + offset + column, du, args.accumulate_du);
+            if (before || after) store(dz_all + row * args.dz_stride + offset + column, dz, args.accumulate_dz);
+        }
+    }
+    __syncthreads();
+    for (std::int64_t column = threadIdx.x; column < slice; column += blockDim.x) {
+        float total = 0;
+        for (int team = 0; team < teams.teams; ++team) total += shared[team * slice + column];
+        partial[blockIdx.x * args.width + offset + column] = total;
+    }
+}
+
+// ---- l2norm ----------------------------------------------------------------------------------------------------------
+
+template <class T, int V>
+__global__ void __launch_bounds__(block_threads) l2norm_forward_kernel(L2Norm args, int lanes) {
+    const int lane = threadIdx.x % lanes;
+    const std::int64_t count = args.tokens * args.heads, teams = blockDim.x / lanes;
+    for (std::int64_t first = blockIdx.x * teams; first < count; first += gridDim.x * teams) {
+        const std::int64_t index = first + threadIdx.x / lanes;
+        const bool active = index < count;
+        const std::int64_t token = active ? index / args.heads : 0, head = active ? index - token * args.heads : 0;
+        const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.width;
+        float squares = 0;
+        if (active) {
+            for (std::int64_t column = lane * V; column < args.width; column += lanes * V) {
+                float values[V];
+                load(values, x + column);
+#pragma unroll
+                for (int i = 0; i < V; ++i) squares += values[i] * values[i];
+            }
+        }
+        const float scale = rsqrtf(team_sum(squares, lanes) + static_cast<float>(args.eps));
+        if (!active) continue;
+        if (lane == 0) static_cast<float*>(args.rstd)[index] = scale;
+        for (std::int64_t column = lane * V; column < args.width; column += lanes * V) {
+            float values[V];
+            load(values, x + column);
+#pragma unroll
+            for (int i = 0; i < V; ++i) values[i] *= scale;
+            store(static_cast<T*>(args.y) + index * args.width + column, values);
+        }
+    }
+}
+
+template <class T, int V>
+__global__ void __launch_bounds__(block_threads) l2norm_backward_kernel(L2NormBackward args, int lanes) {
+    const int lane = threadIdx.x % lanes;
+    const std::int64_t count = args.tokens * args.heads, teams = blockDim.x / lanes;
+    for (std::int64_t first = blockIdx.x * teams; first < count; first += gridDim.x * teams) {
+        const std::int64_t index = first + threadIdx.x / lanes;
+        const bool active = index < count;
+        const std::int64_t token = active ? index / args.heads : 0, head = active ? index - token * args.heads : 0;
+        const T* x = static_cast<const T*>(args.x) + token * args.x_stride + head * args.width;
+        const T* dy = static_cast<const T*>(args.dy) + index * args.width;
+        float dot = 0;
+        if (active) {
+            for (std::int64_t column = lane * V; column < args.width; column += lanes * V) {
+                float xs[V], d[V];
+                load(xs, x + column);
+                load(d, dy + column);
+#pragma unroll
+                for (int i = 0; i < V; ++i) dot += xs[i] * d[i];
+            }
+        }
+        dot = team_sum(dot, lanes);
+        if (!active) continue;
+        const float scale = static_cast<const float*>(args.rstd)[index];
+        const float pull = dot * scale * scale;  // dx = rstd * (dy - x * rstd^2 * (x . dy))
+        for (std::int64_t column = lane * V; column < args.width; column += lanes * V) {
+            float xs[V], d[V];
+            load(xs, x + column);
+            load(d, dy + column);
+#pragma unroll
+            for (int i = 0; i < V; ++i) d[i] = scale * (d[i] - xs[i] * pull);
+            store(static_cast<T*>(args.dx) + token * args.dx_stride + head * args.width + column, d, args.accumulate_dx);
+        }
+    }
+}
+
+dim3 blocks_for(std::int64_t teams, int lanes) {
+    return dim3(static_cast<unsigned>(std::min<std::int64_t>(ceil_div(teams, block_threads / lanes), 32768)));
+}
+
+}  // namespace
+
+void rms_norm_forward(const Exec& exec, const RmsNorm& args) {
+    const OperatorScope scope("rms_norm_forward", exec);
+    const std::int64_t slice = args.width / args.groups;
+    dispatch("rms_norm", args.dtype, [&]<class T>(TypeTag<T>) {
+        const bool use_wide = can_use_wide({slice, args.x_stride, args.z_stride},
+                                           {args.x, args.residual, args.z, args.weight, args.sum, args.y});
+        dispatch_width(use_wide, [&](auto v) {
+            const int lanes = team_lanes(slice, v);
+            launch("rms_norm_forward", exec, rms_norm_forward_kernel<T, v()>, blocks_for(args.rows * args.groups, lanes),
+                   dim3(block_threads), 0, args, lanes);
+        });
+    });
+}
+
+void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
+    const OperatorScope scope("rms_norm_backward", exec);
+    const std::int64_t slice = args.width / args.groups;
+    FENWICK_CHECK(args.groups <= 65535, "[rms_norm] {} groups are more than a CUDA grid holds (65535)", args.groups);
+    dispatch("rms_norm", args.dtype, [&]<class T>(TypeTag<T>) {
+        const bool use_wide = can_use_wide({slice, args.u_stride, args.z_stride, args.du_stride, args.dz_stride},
+                                           {args.u, args.z, args.weight, args.dy, args.dsum, args.du, args.dz});
+        dispatch_width(use_wide, [&](auto v) {
+            const int lanes = team_lanes(slice, v), teams = block_threads / lanes;
+            const std::int64_t shared_bytes = teams * slice * static_cast<std::int64_t>(sizeof(float));
+            FENWICK_CHECK(shared_bytes <= 200 * 1024, "[rms_norm] a group of {} elements is too wide for CUDA (at most 51200)",
+                          slice);
+            const auto kernel = rms_norm_backward_kernel<T, v()>;
+            if (shared_bytes > 48 * 1024)
+                FENWICK_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                        static_cast<int>(shared_bytes)));
+            // The cut into row blocks depends on the shape alone, so that sums repeat on every card.
+            const std::int64_t wanted = std::max<std::int64_t>(ceil_div(2048, args.groups), 64);
+            const std::int64_t rows_per_block = round_up(std::max<std::int64_t>(ceil_div(args.rows, wanted), 1), teams);
+            const std::int64_t blocks = ceil_div(args.rows, rows_per_block);
+            const Buffer partial = workspace(exec, blocks * args.width * static_cast<std::int64_t>(sizeof(float)));
+            launch("rms_norm_backward", exec, kernel,
+                   dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.groups)), dim3(block_threads),
+                   static_cast<std::size_t>(shared_bytes), args, lanes, rows_per_block, partial.as<float>());
+            column_sums(exec, partial.as<float>(), blocks, args.width, static_cast<float*>(args.dweight),
+                        args.accumulate_dweight);
+        });
+    });
+}
+
+void l2norm_forward(const Exec& exec, const L2Norm& args) {
+    const OperatorScope scope("l2norm_forward", exec);
+    dispatch("l2norm", args.dtype, [&]<class T>(TypeTag<T>) {
+        dispatch_width(can_use_wide({args.width, args.x_stride}, {args.x, args.y}), [&](auto v) {
+            const int lanes = std::min(next_power_of_two(ceil_div(args.width, v)), 32);
+            launch("l2norm_forward", exec, l2norm_forward_kernel<T, v()>, blocks_for(args.tokens * args.heads, lanes),
+                   dim3(block_threads), 0, args, lanes);
+        });
+    });
+}
+
+void l2norm_backward(const Exec& exec, const L2NormBackward& args) {
+    const OperatorScope scope("l2norm_backward", exec);
+    dispatch("l2norm", args.dtype, [&]<class T>(TypeTag<T>) {
+        dispatch_width(can_use_wide({args.width, args.x_stride, args.dx_stride}, {args.x, args.dy, args.dx}), [&](auto v) {
+            const int lanes = std::min(next_power_of_two(ceil_div(args.width, v)), 32);
+            launch("l2norm_backward", exec, l2norm_backward_kernel<T, v()>, blocks_for(args.tokens * args.heads, lanes),
+                   dim3(block_threads), 0, args, lanes);
+        });
+    });
+}
+
+}  // namespace fenwick::kernels::cuda
