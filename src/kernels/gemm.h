@@ -24,12 +24,10 @@ struct Gemm {
 };
 FENWICK_KERNEL(gemm, Gemm)
 
-namespace detail {
-inline std::atomic<bool> tf32_wanted{false};
-}
 // Whether float32 products on CUDA may round their operands to tf32 (10 bits of mantissa, several times as fast). Off unless
 // asked for; holds for the whole process, from the next product on.
-inline void allow_tf32(bool allowed) { detail::tf32_wanted = allowed; }
-inline bool tf32_allowed() { return detail::tf32_wanted; }
+inline std::atomic<bool> tf32_wanted{false};
+inline void allow_tf32(bool allowed) { tf32_wanted = allowed; }
+inline bool tf32_allowed() { return tf32_wanted; }
 
 }  // namespace fenwick::kernels
