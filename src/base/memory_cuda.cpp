@@ -29,8 +29,8 @@ cudaStream_t enter(int device) {
     std::call_once(state.once, [&] {
         int pools = 0;
         FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device));
-        FENWICK_CHECK(pools != 0, "[cuda] cuda:{} has no stream-ordered allocator (cudaMallocAsync); a newer driver is needed",
-                      device);
+        FENWICK_CHECK(pools != 0,
+                      "[cuda] cuda:{} has no stream-ordered allocator (cudaMallocAsync); a newer driver is needed", device);
         cudaMemPool_t pool = nullptr;
         FENWICK_CUDA_CHECK(cudaDeviceGetDefaultMemPool(&pool, device));
         std::uint64_t threshold = std::numeric_limits<std::uint64_t>::max();

@@ -110,7 +110,7 @@ __global__ void update_state_kernel(CausalConv1d args, DeviceSequences sequences
 // partial_weight [token blocks, channels, width], partial_bias [token blocks, channels].
 template <class T, int W, int V>
 __global__ void __launch_bounds__(256) causal_conv1d_backward_kernel(CausalConv1dBackward args, DeviceSequences sequences,
-                                                                      float* partial_weight, float* partial_bias) {
+                                                                     float* partial_weight, float* partial_bias) {
     __shared__ float scratch[strips][32 * V];
     const std::int64_t channel = (static_cast<std::int64_t>(blockIdx.y) * 32 + threadIdx.x) * V;
     const std::int64_t begin = (static_cast<std::int64_t>(blockIdx.x) * strips + threadIdx.y) * backward_strip;

@@ -69,8 +69,8 @@ void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim
     const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
     if (status != cudaSuccess) [[unlikely]] {
         (void)cudaGetLastError();
-        fail("[{}] launching grid ({}, {}, {}), block ({}, {}, {}), {} bytes of shared memory failed: {}", op, grid.x, grid.y,
-             grid.z, block.x, block.y, block.z, shared_bytes, cudaGetErrorString(status));
+        fail("[{}] launching grid ({}, {}, {}), block ({}, {}, {}), {} bytes of shared memory failed: {}", op, grid.x,
+             grid.y, grid.z, block.x, block.y, block.z, shared_bytes, cudaGetErrorString(status));
     }
 }
 
@@ -78,9 +78,12 @@ void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim
 template <class F>
 void dispatch(std::string_view op, DType dtype, F&& fn) {
     switch (dtype) {
-        case DType::float32: return fn(TypeTag<float>{});
-        case DType::bfloat16: return fn(TypeTag<Bfloat16>{});
-        default: fail("[{}] dtype {} is not available on CUDA; use float32 or bfloat16", op, name_of(dtype));
+        case DType::float32:
+            return fn(TypeTag<float>{});
+        case DType::bfloat16:
+            return fn(TypeTag<Bfloat16>{});
+        default:
+            fail("[{}] dtype {} is not available on CUDA; use float32 or bfloat16", op, name_of(dtype));
     }
 }
 
@@ -110,7 +113,8 @@ inline Buffer workspace(const Exec& exec, std::int64_t bytes) {
 }
 
 // out[c] (+)= sum over rows of values[r, c], in float64, in an order that depends on the shape alone. Defined in reduce.cu.
-void column_sums(const Exec& exec, const float* values, std::int64_t rows, std::int64_t columns, float* out, bool accumulate);
+void column_sums(const Exec& exec, const float* values, std::int64_t rows, std::int64_t columns, float* out,
+                 bool accumulate);
 
 // Geometry of kernels that walk [rows, columns] with for_each_cell: threads of a block side by side along the columns first.
 struct CellGrid {
@@ -121,8 +125,10 @@ inline CellGrid cell_grid(std::int64_t rows, std::int64_t columns, int vector) {
     const std::int64_t vectors = ceil_div(columns, vector);
     const int x = std::min(next_power_of_two(vectors), threads), y = threads / x;
     const std::int64_t across = std::min<std::int64_t>(ceil_div(vectors, x), 8192);
-    const std::int64_t down = std::min<std::int64_t>(ceil_div(rows, y), std::max<std::int64_t>(16384 / std::max<std::int64_t>(across, 1), 1));
-    return {dim3(static_cast<unsigned>(down), static_cast<unsigned>(across)), dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+    const std::int64_t down =
+        std::min<std::int64_t>(ceil_div(rows, y), std::max<std::int64_t>(16384 / std::max<std::int64_t>(across, 1), 1));
+    return {dim3(static_cast<unsigned>(down), static_cast<unsigned>(across)),
+            dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
 }
 
 // ---- device side -----------------------------------------------------------------------------------------------------

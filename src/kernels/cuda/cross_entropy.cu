@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(row_threads) cross_entropy_kernel(CrossEntropy
         __syncthreads();  // the row before is done with scratch
         if (lane == 0) scratch[warp] = warp_highest;
         __syncthreads();
-        const float row_highest = warp_max(lane < row_threads / 32 ? scratch[lane] : -std::numeric_limits<float>::infinity());
+        const float row_highest =
+            warp_max(lane < row_threads / 32 ? scratch[lane] : -std::numeric_limits<float>::infinity());
         // A thread that saw nothing has sum 0 and maximum -inf: it adds nothing.
         const float row_sum = block_sum(sum == 0.0f ? 0.0f : sum * expf(highest - row_highest), scratch);
         if (threadIdx.x == 0) loss[row] = logf(row_sum) + row_highest - target_logit;
@@ -102,8 +103,8 @@ void sum(const Exec& exec, const Sum& args) {
     const Buffer partial = workspace(exec, chunks * static_cast<std::int64_t>(sizeof(double)));
     launch("sum", exec, sum_chunks_kernel, dim3(static_cast<unsigned>(chunks)), dim3(256), 0,
            static_cast<const float*>(args.values), args.count, partial.as<double>());
-    launch("sum", exec, sum_partials_kernel, dim3(1), dim3(1024), 0, static_cast<const double*>(partial.as<double>()), chunks,
-           args.total, args.accumulate_total);
+    launch("sum", exec, sum_partials_kernel, dim3(1), dim3(1024), 0, static_cast<const double*>(partial.as<double>()),
+           chunks, args.total, args.accumulate_total);
 }
 
 }  // namespace fenwick::kernels::cuda

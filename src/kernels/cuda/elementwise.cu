@@ -11,10 +11,14 @@ namespace {
 template <class F>
 void dispatch_storage(std::string_view op, DType dtype, F&& fn) {
     switch (dtype) {
-        case DType::float32: return fn(TypeTag<float>{});
-        case DType::float64: return fn(TypeTag<double>{});
-        case DType::bfloat16: return fn(TypeTag<Bfloat16>{});
-        default: fail("[{}] dtype {} is not a floating type", op, name_of(dtype));
+        case DType::float32:
+            return fn(TypeTag<float>{});
+        case DType::float64:
+            return fn(TypeTag<double>{});
+        case DType::bfloat16:
+            return fn(TypeTag<Bfloat16>{});
+        default:
+            fail("[{}] dtype {} is not a floating type", op, name_of(dtype));
     }
 }
 
@@ -121,12 +125,18 @@ void fill(const Exec& exec, const Fill& args) {
         launch("fill", exec, fill_kernel<T>, grid, block, 0, static_cast<T*>(args.values), args.count, value);
     };
     switch (args.dtype) {
-        case DType::float32: return fill_as(static_cast<float>(args.value));
-        case DType::float64: return fill_as(args.value);
-        case DType::bfloat16: return fill_as(__float2bfloat16_rn(static_cast<float>(args.value)));
-        case DType::int32: return fill_as(static_cast<std::int32_t>(args.value));
-        case DType::int64: return fill_as(static_cast<std::int64_t>(args.value));
-        case DType::uint8: return fill_as(static_cast<std::uint8_t>(args.value));
+        case DType::float32:
+            return fill_as(static_cast<float>(args.value));
+        case DType::float64:
+            return fill_as(args.value);
+        case DType::bfloat16:
+            return fill_as(__float2bfloat16_rn(static_cast<float>(args.value)));
+        case DType::int32:
+            return fill_as(static_cast<std::int32_t>(args.value));
+        case DType::int64:
+            return fill_as(static_cast<std::int64_t>(args.value));
+        case DType::uint8:
+            return fill_as(static_cast<std::uint8_t>(args.value));
     }
 }
 
@@ -210,8 +220,8 @@ void head_backward(const char* op, const Exec& exec, const Args& args, const voi
             const std::int64_t blocks = std::min<std::int64_t>(ceil_div(args.tokens * args.heads, 256 / lanes), 16384);
             launch(op, exec, head_backward_kernel<T, v()>, dim3(static_cast<unsigned>(blocks)), dim3(256), 0, args.tokens,
                    args.heads, args.width, lanes, static_cast<const T*>(args.x), args.x_stride,
-                   static_cast<const float*>(factors), factor_stride, static_cast<const T*>(args.dy), static_cast<T*>(args.dx),
-                   args.dx_stride, args.accumulate_dx, dots);
+                   static_cast<const float*>(factors), factor_stride, static_cast<const T*>(args.dy),
+                   static_cast<T*>(args.dx), args.dx_stride, args.accumulate_dx, dots);
         });
     });
 }

@@ -22,7 +22,8 @@ __global__ void row_numbers_kernel(std::int32_t* rows, std::int64_t count) {
     for_each_cell<1>(1, count, [&](std::int64_t, std::int64_t i) { rows[i] = static_cast<std::int32_t>(i); });
 }
 
-// starts[id] = index of the first of sorted_ids that is >= id, for id in 0 .. vocab: id's rows are starts[id] .. starts[id+1].
+// starts[id] = index of the first of sorted_ids that is >= id, for id in 0 .. vocab: id's rows are starts[id] ..
+// starts[id+1].
 __global__ void segment_starts_kernel(const std::int32_t* sorted_ids, std::int64_t count, std::int64_t vocab,
                                       std::int32_t* starts) {
     for_each_cell<1>(1, count + 1, [&](std::int64_t, std::int64_t i) {
@@ -37,7 +38,8 @@ constexpr int segment_warps = 8;
 // Block (32, 8): table row block.x (and further ones), 32 * V columns; each warp sums an eighth of the id's rows in order,
 // and the eighths are added in order.
 template <class T, class Table, int V>
-__global__ void embedding_backward_kernel(EmbeddingBackward args, const std::int32_t* starts, const std::int32_t* sorted_rows) {
+__global__ void embedding_backward_kernel(EmbeddingBackward args, const std::int32_t* starts,
+                                          const std::int32_t* sorted_rows) {
     __shared__ __align__(16) float sums[segment_warps][32 * V];
     const auto* dy = static_cast<const T*>(args.dy);
     auto* dtable = static_cast<Table*>(args.dtable);
@@ -104,9 +106,9 @@ void embedding_backward(const Exec& exec, const EmbeddingBackward& args) {
         int bits = 1;
         while ((std::int64_t{1} << bits) < args.vocab) ++bits;
         const auto sort = [&](void* scratch, std::size_t& bytes) {
-            FENWICK_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
-                scratch, bytes, args.ids, sorted_ids.as<std::int32_t>(), rows.as<std::int32_t>(), sorted_rows.as<std::int32_t>(),
-                static_cast<int>(args.rows), 0, bits, stream_of(exec)));
+            FENWICK_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(scratch, bytes, args.ids, sorted_ids.as<std::int32_t>(),
+                                                               rows.as<std::int32_t>(), sorted_rows.as<std::int32_t>(),
+                                                               static_cast<int>(args.rows), 0, bits, stream_of(exec)));
         };
         std::size_t scratch_bytes = 0;
         sort(nullptr, scratch_bytes);
@@ -116,17 +118,19 @@ void embedding_backward(const Exec& exec, const EmbeddingBackward& args) {
     {
         const auto [grid, block] = cell_grid(1, args.rows + 1, 1);
         launch("embedding_backward", exec, segment_starts_kernel, grid, block, 0,
-               static_cast<const std::int32_t*>(sorted_ids.as<std::int32_t>()), args.rows, args.vocab, starts.as<std::int32_t>());
+               static_cast<const std::int32_t*>(sorted_ids.as<std::int32_t>()), args.rows, args.vocab,
+               starts.as<std::int32_t>());
     }
     dispatch("embedding", args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch("embedding", args.table_dtype, [&]<class Table>(TypeTag<Table>) {
             dispatch_width(can_use_wide({args.width}, {args.dy, args.dtable}), [&](auto v) {
                 const std::int64_t tiles = ceil_div(args.width, 32 * v());
                 FENWICK_CHECK(tiles <= 65535, "[embedding] width {} is more than a CUDA grid holds", args.width);
-                launch("embedding_backward", exec, embedding_backward_kernel<T, Table, v()>,
-                       dim3(static_cast<unsigned>(std::min<std::int64_t>(args.vocab, 1 << 20)), static_cast<unsigned>(tiles)),
-                       dim3(32, segment_warps), 0, args, static_cast<const std::int32_t*>(starts.as<std::int32_t>()),
-                       static_cast<const std::int32_t*>(sorted_rows.as<std::int32_t>()));
+                launch(
+                    "embedding_backward", exec, embedding_backward_kernel<T, Table, v()>,
+                    dim3(static_cast<unsigned>(std::min<std::int64_t>(args.vocab, 1 << 20)), static_cast<unsigned>(tiles)),
+                    dim3(32, segment_warps), 0, args, static_cast<const std::int32_t*>(starts.as<std::int32_t>()),
+                    static_cast<const std::int32_t*>(sorted_rows.as<std::int32_t>()));
             });
         });
     });

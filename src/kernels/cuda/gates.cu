@@ -161,10 +161,11 @@ void level_scales_forward(const Exec& exec, const LevelScales& args) {
     const OperatorScope scope("level_scales_forward", exec);
     const std::int64_t columns = args.heads * args.levels;
     dispatch("level_scales", args.dtype, [&]<class T>(TypeTag<T>) {
-        dispatch_width(can_use_wide({columns, args.raw_stride}, {args.raw, args.level_weight, args.level_scales}), [&](auto v) {
-            const auto [grid, block] = cell_grid(args.tokens, columns, v);
-            launch("level_scales_forward", exec, level_scales_forward_kernel<T, v()>, grid, block, 0, args);
-        });
+        dispatch_width(can_use_wide({columns, args.raw_stride}, {args.raw, args.level_weight, args.level_scales}),
+                       [&](auto v) {
+                           const auto [grid, block] = cell_grid(args.tokens, columns, v);
+                           launch("level_scales_forward", exec, level_scales_forward_kernel<T, v()>, grid, block, 0, args);
+                       });
     });
 }
 
@@ -174,8 +175,8 @@ void level_scales_backward(const Exec& exec, const LevelScalesBackward& args) {
     const SumGrid sums(args.tokens, columns);
     const Buffer partial = workspace(exec, sums.blocks * columns * static_cast<std::int64_t>(sizeof(float)));
     dispatch("level_scales", args.dtype, [&]<class T>(TypeTag<T>) {
-        launch("level_scales_backward", exec, level_scales_backward_kernel<T>, sums.grid, dim3(tile_columns, tile_rows), 0, args,
-               sums.tokens_per_block, partial.as<float>());
+        launch("level_scales_backward", exec, level_scales_backward_kernel<T>, sums.grid, dim3(tile_columns, tile_rows), 0,
+               args, sums.tokens_per_block, partial.as<float>());
     });
     column_sums(exec, partial.as<float>(), sums.blocks, columns, static_cast<float*>(args.dlevel_weight),
                 args.accumulate_dlevel_weight);

@@ -9,10 +9,10 @@
 
 #include "kernels/cuda/common.cuh"
 
-#define FENWICK_CUBLASLT_CHECK(call)                                                                      \
-    do {                                                                                                  \
-        const cublasStatus_t fenwick_status = (call);                                                     \
-        if (fenwick_status != CUBLAS_STATUS_SUCCESS) [[unlikely]]                                         \
+#define FENWICK_CUBLASLT_CHECK(call)                                                                                   \
+    do {                                                                                                               \
+        const cublasStatus_t fenwick_status = (call);                                                                  \
+        if (fenwick_status != CUBLAS_STATUS_SUCCESS) [[unlikely]]                                                      \
             fail("[gemm] {} failed at {}:{}: {}", #call, __FILE__, __LINE__, cublasLtGetStatusString(fenwick_status)); \
     } while (false)
 
@@ -38,11 +38,13 @@ __global__ void gemm_plain_kernel(Gemm args) {
         for (std::int64_t k = 0; k < args.k; k += tile) {
             {
                 const std::int64_t i = first_row + y, j = k + x;
-                as[y][x] = i < args.m && j < args.k ? convert<float>(a[args.transpose_a ? j * args.lda + i : i * args.lda + j]) : 0;
+                as[y][x] =
+                    i < args.m && j < args.k ? convert<float>(a[args.transpose_a ? j * args.lda + i : i * args.lda + j]) : 0;
             }
             {
                 const std::int64_t i = k + y, j = first_column + x;
-                bs[y][x] = i < args.k && j < args.n ? convert<float>(b[args.transpose_b ? j * args.ldb + i : i * args.ldb + j]) : 0;
+                bs[y][x] =
+                    i < args.k && j < args.n ? convert<float>(b[args.transpose_b ? j * args.ldb + i : i * args.ldb + j]) : 0;
             }
             __syncthreads();
             for (int i = 0; i < tile; ++i) sum += as[y][i] * bs[i][x];
@@ -92,8 +94,8 @@ using PlanKey = std::array<std::int64_t, 17>;
 
 struct Library {
     std::mutex mutex;
-    std::map<int, cublasLtHandle_t> handles;                     // by device
-    std::map<std::pair<int, void*>, Buffer> workspaces;          // by device and stream: products on a stream follow each other
+    std::map<int, cublasLtHandle_t> handles;             // by device
+    std::map<std::pair<int, void*>, Buffer> workspaces;  // by device and stream: products on a stream follow each other
     std::map<PlanKey, Plan> plans;
 };
 Library& library() {
@@ -101,8 +103,8 @@ Library& library() {
     return *instance;
 }
 
-cublasLtMatrixLayout_t make_layout(DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t stride, std::int64_t batch,
-                                   std::int64_t batch_stride) {
+cublasLtMatrixLayout_t make_layout(DType dtype, std::int64_t rows, std::int64_t columns, std::int64_t stride,
+                                   std::int64_t batch, std::int64_t batch_stride) {
     cublasLtMatrixLayout_t layout = nullptr;
     FENWICK_CUBLASLT_CHECK(cublasLtMatrixLayoutCreate(&layout, cuda_type(dtype), static_cast<std::uint64_t>(rows),
                                                       static_cast<std::uint64_t>(columns), stride));
@@ -146,8 +148,8 @@ Plan make_plan(cublasLtHandle_t handle, const Gemm& args, bool tf32) {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<std::uint32_t>(alignment_of(args.c)));
     cublasLtMatmulHeuristicResult_t found{};
     int count = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.first, plan.second, plan.result,
-                                                                 plan.result, preference, 1, &found, &count);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.first, plan.second,
+                                                                 plan.result, plan.result, preference, 1, &found, &count);
     if (status == CUBLAS_STATUS_SUCCESS && count == 1 && found.state == CUBLAS_STATUS_SUCCESS) plan.algorithm = found.algo;
     FENWICK_CUBLASLT_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     return plan;
@@ -205,8 +207,9 @@ void gemm(const Exec& exec, const Gemm& given) {
     if (scratch.data() == nullptr) scratch = workspace(exec, workspace_bytes);
     const auto alpha = static_cast<float>(args.alpha), beta = static_cast<float>(args.beta);
     FENWICK_CUBLASLT_CHECK(cublasLtMatmul(handle, plan->second.operation, &alpha, args.b, plan->second.first, args.a,
-                                          plan->second.second, &beta, args.c, plan->second.result, args.c, plan->second.result,
-                                          &*plan->second.algorithm, scratch.data(), scratch.bytes(), stream_of(exec)));
+                                          plan->second.second, &beta, args.c, plan->second.result, args.c,
+                                          plan->second.result, &*plan->second.algorithm, scratch.data(), scratch.bytes(),
+                                          stream_of(exec)));
 }
 
 }  // namespace fenwick::kernels::cuda

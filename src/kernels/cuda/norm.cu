@@ -11,13 +11,16 @@ constexpr int block_threads = 256;
 constexpr std::int64_t narrow_limit = 1024;
 
 struct Teams {
-    int lanes;         // threads of a team
-    int team, lane;    // which team of the block, which thread of the team
-    int teams;         // teams of a block
-    float* scratch;    // 32 floats, where a team is a block
+    int lanes;       // threads of a team
+    int team, lane;  // which team of the block, which thread of the team
+    int teams;       // teams of a block
+    float* scratch;  // 32 floats, where a team is a block
 
     __device__ Teams(int team_lanes, float* block_scratch)
-        : lanes(team_lanes), team(threadIdx.x / team_lanes), lane(threadIdx.x % team_lanes), teams(blockDim.x / team_lanes),
+        : lanes(team_lanes),
+          team(threadIdx.x / team_lanes),
+          lane(threadIdx.x % team_lanes),
+          teams(blockDim.x / team_lanes),
           scratch(block_scratch) {}
     // Every thread of the block must call it equally often.
     __device__ float sum(float value) const { return lanes <= 32 ? team_sum(value, lanes) : block_sum(value, scratch); }
@@ -99,8 +102,8 @@ __global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm
 // Block (block.x, block.y = group): rows block.x * rows_per_block and following, dealt to the block's teams. Every team sums
 // its share of dweight in shared memory [teams, slice], where each thread owns its columns; partial [row blocks, width].
 template <class T, int V>
-__global__ void __launch_bounds__(block_threads) rms_norm_backward_kernel(RmsNormBackward args, int lanes,
-                                                                           std::int64_t rows_per_block, float* partial) {
+__global__ void __launch_bounds__(block_threads)
+    rms_norm_backward_kernel(RmsNormBackward args, int lanes, std::int64_t rows_per_block, float* partial) {
     extern __shared__ __align__(16) float shared[];
     __shared__ float scratch[32];
     const Teams teams(lanes, scratch);
@@ -293,8 +296,8 @@ void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
         dispatch_width(use_wide, [&](auto v) {
             const int lanes = team_lanes(slice, v), teams = block_threads / lanes;
             const std::int64_t shared_bytes = teams * slice * static_cast<std::int64_t>(sizeof(float));
-            FENWICK_CHECK(shared_bytes <= 200 * 1024, "[rms_norm] a group of {} elements is too wide for CUDA (at most 51200)",
-                          slice);
+            FENWICK_CHECK(shared_bytes <= 200 * 1024,
+                          "[rms_norm] a group of {} elements is too wide for CUDA (at most 51200)", slice);
             const auto kernel = rms_norm_backward_kernel<T, v()>;
             if (shared_bytes > 48 * 1024)
                 FENWICK_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

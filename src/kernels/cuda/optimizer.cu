@@ -63,12 +63,12 @@ __device__ __forceinline__ void adamw_step(float& parameter, float gradient, flo
     const float g = c.gradient_scale * gradient;
     first = c.beta1 * first + c.one_minus_beta1 * g;
     second = c.beta2 * second + c.one_minus_beta2 * g * g;
-    parameter = parameter * decay -
-                c.learning_rate * (first * c.first_correction) / (sqrtf(second * c.second_correction) + c.eps);
+    parameter =
+        parameter * decay - c.learning_rate * (first * c.first_correction) / (sqrtf(second * c.second_correction) + c.eps);
 }
 
-__global__ void __launch_bounds__(chunk_threads) adamw_kernel(const __grid_constant__ Table<AdamWTensor> table,
-                                                              AdamWConstants constants) {
+__global__ void __launch_bounds__(chunk_threads)
+    adamw_kernel(const __grid_constant__ Table<AdamWTensor> table, AdamWConstants constants) {
     const int index = table.find(blockIdx.x);
     const AdamWTensor& tensor = table.entries[index];
     const std::int64_t begin = (blockIdx.x - table.first_chunk[index]) * chunk;
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(chunk_threads) adamw_kernel(const __grid_const
     const auto decay = static_cast<float>(1.0 - static_cast<double>(constants.learning_rate) * tensor.weight_decay);
     constexpr int vector = 4;
     const bool aligned = ((reinterpret_cast<std::uintptr_t>(parameter) | reinterpret_cast<std::uintptr_t>(gradient) |
-                           reinterpret_cast<std::uintptr_t>(first) | reinterpret_cast<std::uintptr_t>(second)) % 16) == 0;
+                           reinterpret_cast<std::uintptr_t>(first) | reinterpret_cast<std::uintptr_t>(second)) %
+                          16) == 0;
     std::int64_t done = begin;
     if (aligned) {
         done = begin + (end - begin) / vector * vector;
@@ -109,8 +110,8 @@ struct SquaresTensor {
 
 // partial[block] = sum of squares of the block's chunk
 template <class T>
-__global__ void __launch_bounds__(chunk_threads) squares_kernel(const __grid_constant__ Table<SquaresTensor> table,
-                                                                double* partial) {
+__global__ void __launch_bounds__(chunk_threads)
+    squares_kernel(const __grid_constant__ Table<SquaresTensor> table, double* partial) {
     __shared__ double scratch[32];
     const int index = table.find(blockIdx.x);
     const SquaresTensor& tensor = table.entries[index];
@@ -149,7 +150,8 @@ __global__ void total_kernel(const double* partial, std::int64_t count, double* 
 
 void adamw(const Exec& exec, const AdamW& args) {
     const OperatorScope scope("adamw", exec);
-    FENWICK_CHECK(args.dtype == DType::float32, "[adamw] dtype {} is not available on CUDA; use float32", name_of(args.dtype));
+    FENWICK_CHECK(args.dtype == DType::float32, "[adamw] dtype {} is not available on CUDA; use float32",
+                  name_of(args.dtype));
     const auto step = static_cast<double>(args.step);
     const AdamWConstants constants{
         .learning_rate = static_cast<float>(args.learning_rate),
@@ -182,13 +184,13 @@ void sum_squares(const Exec& exec, const SumSquares& args) {
             [&](std::int64_t i) { return SquaresTensor{.count = args.counts[i], .values = args.tensors[i]}; },
             [&](const Table<SquaresTensor>& table) {
                 const std::int64_t blocks = table.first_chunk[table.count];
-                launch("sum_squares", exec, squares_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(chunk_threads), 0, table,
-                       partial.as<double>() + offset);
+                launch("sum_squares", exec, squares_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(chunk_threads), 0,
+                       table, partial.as<double>() + offset);
                 offset += blocks;
             });
     });
-    launch("sum_squares", exec, total_kernel, dim3(1), dim3(1024), 0, static_cast<const double*>(partial.as<double>()), chunks,
-           args.total);
+    launch("sum_squares", exec, total_kernel, dim3(1), dim3(1024), 0, static_cast<const double*>(partial.as<double>()),
+           chunks, args.total);
 }
 
 }  // namespace fenwick::kernels::cuda

@@ -28,7 +28,8 @@ __global__ void column_sums_kernel(const float* values, std::int64_t rows, std::
 
 }  // namespace
 
-void column_sums(const Exec& exec, const float* values, std::int64_t rows, std::int64_t columns, float* out, bool accumulate) {
+void column_sums(const Exec& exec, const float* values, std::int64_t rows, std::int64_t columns, float* out,
+                 bool accumulate) {
     if (columns == 0) return;
     const auto across = static_cast<unsigned>(ceil_div(columns, tile));
     FENWICK_CHECK(ceil_div(columns, tile) <= 65535, "[column_sums] {} columns are more than a grid holds", columns);
@@ -42,8 +43,8 @@ void column_sums(const Exec& exec, const float* values, std::int64_t rows, std::
     const std::int64_t rows_per_block = std::max<std::int64_t>(ceil_div(rows, 512), 256);
     const std::int64_t blocks = ceil_div(rows, rows_per_block);
     const Buffer partial = workspace(exec, blocks * columns * static_cast<std::int64_t>(sizeof(float)));
-    launch("column_sums", exec, column_sums_kernel, dim3(static_cast<unsigned>(blocks), across), dim3(tile, tile), 0,
-           values, rows, columns, rows_per_block, partial.as<float>(), false);
+    launch("column_sums", exec, column_sums_kernel, dim3(static_cast<unsigned>(blocks), across), dim3(tile, tile), 0, values,
+           rows, columns, rows_per_block, partial.as<float>(), false);
     launch("column_sums", exec, column_sums_kernel, dim3(1, across), dim3(tile, tile), 0,
            static_cast<const float*>(partial.as<float>()), blocks, columns, blocks, out, accumulate);
 }

@@ -19,7 +19,8 @@ __global__ void rope_kernel(Rope args, DeviceSequences sequences, double log2_th
     float* cosines = shared;
     float* sines = shared + tokens_per_block * half;
     const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * tokens_per_block;
-    const int tokens = static_cast<int>(begin + tokens_per_block < sequences.tokens ? tokens_per_block : sequences.tokens - begin);
+    const int tokens =
+        static_cast<int>(begin + tokens_per_block < sequences.tokens ? tokens_per_block : sequences.tokens - begin);
 
     __shared__ std::int64_t positions[tokens_per_block];
     if (threadIdx.x < tokens) {
@@ -29,7 +30,8 @@ __global__ void rope_kernel(Rope args, DeviceSequences sequences, double log2_th
     __syncthreads();
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         // theta^(-2i/width) in turns per token
-        const double turns_per_token = exp2(-2.0 * i / static_cast<double>(args.width) * log2_theta) * (0.5 * std::numbers::inv_pi);
+        const double turns_per_token =
+            exp2(-2.0 * i / static_cast<double>(args.width) * log2_theta) * (0.5 * std::numbers::inv_pi);
         for (int t = 0; t < tokens; ++t) {
             const double turns = static_cast<double>(positions[t]) * turns_per_token;
             float sine, cosine;
@@ -69,7 +71,8 @@ void rope(const Exec& exec, const Rope& args) {
     const std::int64_t half = args.width / 2;
     const std::int64_t shared_bytes = 2 * tokens_per_block * half * static_cast<std::int64_t>(sizeof(float));
     FENWICK_CHECK(shared_bytes <= 48 * 1024 && args.heads * half <= (std::int64_t{1} << 26),
-                  "[rope] {} heads of {} are more than the CUDA kernel takes (heads of at most 1536)", args.heads, args.width);
+                  "[rope] {} heads of {} are more than the CUDA kernel takes (heads of at most 1536)", args.heads,
+                  args.width);
     dispatch("rope", args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch_width(can_use_wide({half, args.x_stride, args.y_stride}, {args.x, args.y}), [&](auto v) {
             launch("rope", exec, rope_kernel<T, v()>,

@@ -48,18 +48,20 @@ __global__ void swiglu_backward_kernel(SwigluBackward args) {
 void swiglu_forward(const Exec& exec, const Swiglu& args) {
     const OperatorScope scope("swiglu_forward", exec);
     dispatch("swiglu", args.dtype, [&]<class T>(TypeTag<T>) {
-        dispatch_width(can_use_wide({args.width, args.gate_stride, args.up_stride}, {args.gate, args.up, args.out}), [&](auto v) {
-            const auto [grid, block] = cell_grid(args.rows, args.width, v);
-            launch("swiglu_forward", exec, swiglu_forward_kernel<T, v()>, grid, block, 0, args);
-        });
+        dispatch_width(can_use_wide({args.width, args.gate_stride, args.up_stride}, {args.gate, args.up, args.out}),
+                       [&](auto v) {
+                           const auto [grid, block] = cell_grid(args.rows, args.width, v);
+                           launch("swiglu_forward", exec, swiglu_forward_kernel<T, v()>, grid, block, 0, args);
+                       });
     });
 }
 
 void swiglu_backward(const Exec& exec, const SwigluBackward& args) {
     const OperatorScope scope("swiglu_backward", exec);
     dispatch("swiglu", args.dtype, [&]<class T>(TypeTag<T>) {
-        const bool use_wide = can_use_wide({args.width, args.gate_stride, args.up_stride, args.dgate_stride, args.dup_stride},
-                                           {args.gate, args.up, args.dout, args.dgate, args.dup});
+        const bool use_wide =
+            can_use_wide({args.width, args.gate_stride, args.up_stride, args.dgate_stride, args.dup_stride},
+                         {args.gate, args.up, args.dout, args.dgate, args.dup});
         dispatch_width(use_wide, [&](auto v) {
             const auto [grid, block] = cell_grid(args.rows, args.width, v);
             launch("swiglu_backward", exec, swiglu_backward_kernel<T, v()>, grid, block, 0, args);
