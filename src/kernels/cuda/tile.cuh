@@ -31,8 +31,17 @@ using emulation::copy_async_16;
 using emulation::load_matrices;
 using emulation::mma_16x8x16;
 using emulation::shared_memory;
+using emulation::thread_index;
 using emulation::wait_async;
 #else
+// threadIdx.x, read anew at every call: address arithmetic that hangs on it is then done where it is used instead of being
+// kept in registers across a whole kernel, where the accumulators need them.
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* shared_memory() {
     extern __shared__ __align__(128) unsigned char fenwick_dynamic_shared[];
@@ -53,19 +62,18 @@ __device__ __forceinline__ void wait_async() {
 
 // Four 8 x 8 matrices of 16-bit values; lane 8m + r gives the address of row r of matrix m. Thread t receives of each
 // matrix the elements (t / 4, 2 (t % 4)) and (t / 4, 2 (t % 4) + 1), of its transpose when Transpose.
+// (Volatile keeps it between the barriers around it.)
 template <bool Transpose>
 __device__ __forceinline__ void load_matrices(std::uint32_t (&out)[4], const bf16* row) {
     const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(row));
     if constexpr (Transpose) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                     : "r"(address)
-                     : "memory");
+                     : "r"(address));
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                     : "r"(address)
-                     : "memory");
+                     : "r"(address));
     }
 }
 
@@ -132,16 +140,17 @@ template <class T>
 __device__ __forceinline__ void load(T* to, const T* from, std::int64_t stride, int rows, int cols, bool vector) {
     constexpr int unit = 16 / sizeof(T);
     constexpr int units = edge / unit;
+    const int thread = thread_index();
     if (vector) {
 #pragma unroll
         for (int n = 0; n < edge * units / threads; ++n) {
-            const int index = n * threads + static_cast<int>(threadIdx.x);
+            const int index = n * threads + thread;
             const int row = index / units, col = index % units * unit;
             const bool valid = row < rows && col < cols;
             copy_async_16(to + offset<T>(row, col), valid ? from + row * stride + col : from, valid);
         }
     } else {
-        for (int index = static_cast<int>(threadIdx.x); index < area; index += threads) {
+        for (int index = thread; index < area; index += threads) {
             const int row = index / edge, col = index % edge;
             to[offset<T>(row, col)] = row < rows && col < cols ? from[row * stride + col] : from_float<T>(0.0f);
         }
@@ -165,7 +174,7 @@ struct Accumulator {
     // f(row, col, value(row, col), value(row, col + 1), local row), the values by reference.
     template <class F>
     __device__ __forceinline__ void for_pairs(F&& f) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
         const int row = warp % 2 * 32 + lane / 4, col = warp / 2 * 32 + lane % 4 * 2;
 #pragma unroll
         for (int m = 0; m < 2; ++m)
@@ -202,7 +211,7 @@ struct Unscaled {};
 template <bool ATransposed, bool BTransposed, class T, class Scale>
 __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b, Scale scale, int k_begin = 0,
                                          int k_end = edge) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
     const int row0 = warp % 2 * 32, col0 = warp / 2 * 32;
     if constexpr (std::is_same_v<T, float>) {
         const int row = row0 + lane / 4, col = col0 + lane % 4 * 2;
