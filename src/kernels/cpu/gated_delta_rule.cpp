@@ -43,6 +43,7 @@
 #include "base/memory.h"
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
+#include "kernels/cpu/flush_denormals.h"
 #include "kernels/cpu/vector_math.h"
 
 namespace fenwick::kernels::cpu {
@@ -361,6 +362,7 @@ private:
     template <class F>
     void for_each_chunk(F&& fn) {
         parallel_for(0, static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+            const FlushDenormals scope;
             for (int64_t i = begin; i < end; ++i) fn(chunks[static_cast<std::size_t>(i)]);
         });
     }
@@ -372,6 +374,7 @@ private:
         const int64_t width = (value_width + blocks - 1) / blocks;
         const auto count = static_cast<int64_t>(stream_begin.size()) - 1;
         parallel_for(0, count * blocks, 1, [&](int64_t begin, int64_t end) {
+            const FlushDenormals scope;
             for (int64_t i = begin; i < end; ++i) {
                 const auto stream = static_cast<std::size_t>(i / blocks);
                 const int64_t column = i % blocks * width;
@@ -682,7 +685,8 @@ private:
 
         for (int64_t t = n; t-- > 0;) {
             beyond += at(d_gamma, t);
-            dg[t * heads] = static_cast<T>(beyond);
+            // A document's first decay meets no state: its gradient is 0, not the rounding of terms that cancel.
+            dg[t * heads] = c.index == 0 && t == 0 ? T{0} : static_cast<T>(beyond);
             dbeta[t * heads] = static_cast<T>(at(d_beta, t));
             for (int64_t l = 0; l < levels; ++l)
                 dscales[t * heads * levels + l] = static_cast<T>(at(d_scales, t * levels + l));
@@ -733,6 +737,7 @@ void gated_delta_rule_recurrent(const Exec&, const GatedDeltaRuleRecurrent& args
         auto* o = static_cast<T*>(args.o);
         auto* states = static_cast<T*>(args.state);
         parallel_for(0, args.batch * H * blocks, 1, [&](int64_t begin, int64_t end) {
+            const FlushDenormals scope;
             T read[column_block];
             for (int64_t i = begin; i < end; ++i) {
                 const int64_t column = i % blocks * column_block, width = std::min(column_block, V - column);
