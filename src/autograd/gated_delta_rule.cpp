@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "autograd/check.h"
+#include "autograd/gradient_output.h"
 #include "autograd/ops.h"
 
 namespace fenwick::ops {
@@ -20,34 +21,6 @@ std::int64_t width_of_head(std::string_view name, const Variable& x, const Varia
     check_shape(op, name, x, with_columns(q.shape(), x.size(-1)));
     return x.size(-1) / heads;
 }
-
-// Where the kernel writes the gradient of one input: in place if that is possible, else beside it.
-class GradientOutput {
-public:
-    // `dense`: the kernel writes consecutive rows
-    GradientOutput(const std::shared_ptr<Gradient>& gradient, const Tensor& like, bool dense) : gradient_(gradient) {
-        if (gradient_ && !gradient_->defined()) {
-            const auto target = gradient_->target();
-            tensor = target.tensor;
-            in_place_ = !dense || tensor.is_contiguous();
-        }
-        if (!in_place_) beside_ = Tensor::empty(like.shape(), like.dtype(), like.device());
-        written_ = in_place_ ? tensor : beside_;
-    }
-    const Tensor& written() const { return written_; }
-    void finish() {
-        if (!gradient_ || in_place_) return;
-        if (tensor.defined())
-            tensor.copy_from(beside_);
-        else
-            gradient_->add(beside_);
-    }
-
-private:
-    std::shared_ptr<Gradient> gradient_;
-    Tensor tensor, beside_, written_;
-    bool in_place_ = false;
-};
 
 }  // namespace
 
@@ -96,24 +69,25 @@ Variable gated_delta_rule(const Variable& q, const Variable& k, const Variable& 
     return record(op, o, {q, k, v, g, beta, level_scales},
                   [=, grad_q = q.gradient(), grad_k = k.gradient(), grad_v = v.gradient(), grad_g = g.gradient(),
                    grad_beta = beta.gradient(), grad_scales = level_scales.gradient()](const Tensor& d_o) {
-        GradientOutput dq(grad_q, queries, false), dk(grad_k, keys, false), dv(grad_v, values, false);
-        GradientOutput dg(grad_g, decays, true), dbeta(grad_beta, betas, true);
+        using Rows = GradientOutput::Rows;
+        GradientOutput dq(grad_q, queries, Rows::strided), dk(grad_k, keys, Rows::strided), dv(grad_v, values, Rows::strided);
+        GradientOutput dg(grad_g, decays, Rows::dense), dbeta(grad_beta, betas, Rows::dense);
         std::optional<GradientOutput> dscales;
-        if (levels > 0) dscales.emplace(grad_scales, scales, true);
+        if (levels > 0) dscales.emplace(grad_scales, scales, Rows::dense);
         kernels::gated_delta_rule_backward(
             exec_of(d_o), {.dtype = d_o.dtype(), .sequences = layout.sequences(),
                            .heads = heads, .key_width = key_width, .value_width = value_width,
                            .levels = levels, .chunk_size = chunk_size,
                            .q_stride = queries.row_stride(), .k_stride = keys.row_stride(), .v_stride = values.row_stride(),
-                           .dq_stride = dq.written().row_stride(), .dk_stride = dk.written().row_stride(),
-                           .dv_stride = dv.written().row_stride(),
+                           .dq_stride = dq.stride(), .dk_stride = dk.stride(),
+                           .dv_stride = dv.stride(),
                            .q = queries.data(), .k = keys.data(), .v = values.data(),
                            .g = decays.data(), .beta = betas.data(),
                            .level_scales = levels > 0 ? scales.data() : nullptr,
                            .o = o.data(), .d_o = d_o.data(),
-                           .dq = dq.written().data(), .dk = dk.written().data(), .dv = dv.written().data(),
-                           .dg = dg.written().data(), .dbeta = dbeta.written().data(),
-                           .dlevel_scales = dscales ? dscales->written().data() : nullptr});
+                           .dq = dq.data(), .dk = dk.data(), .dv = dv.data(),
+                           .dg = dg.data(), .dbeta = dbeta.data(),
+                           .dlevel_scales = dscales ? dscales->data() : nullptr});
         for (auto* output : {&dq, &dk, &dv, &dg, &dbeta}) output->finish();
         if (dscales) dscales->finish();
     });

@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "support/golden.h"
 #include "support/operator_check.h"
 #include "support/reference_gated_delta_rule.h"
 
@@ -79,6 +80,35 @@ TEST(GatedDeltaRuleOp, OneVariableForSeveralInputsAndConstants) {
     };
     EXPECT_LT(gradcheck(shared, {inputs[1], inputs[5]}), 1e-7);
     EXPECT_FALSE(apply(x, 8)({inputs.begin(), inputs.end()})[0].requires_grad());
+}
+
+TEST(GatedDeltaRuleOp, GoldenCases) {
+    auto cases = test::golden_cases("gated_delta_rule");
+    for (auto& path : test::golden_cases("log_linear_gated_delta_rule")) cases.push_back(std::move(path));
+    if (cases.empty()) GTEST_SKIP() << "no golden cases beside the source tree";
+    for (const auto& path : cases) {
+        const test::GoldenCase golden(path);
+        std::vector<std::string> names = {"q", "k", "v", "g", "beta"};
+        if (golden.has("in/lam")) names.emplace_back("lam");
+        const ops::GatedDeltaRuleOptions options{.heads = golden.tensor("in/q").size(2), .chunk_size = 32};
+        for (auto [dtype, tolerance] : {std::pair{DType::float64, 1e-12}, {DType::float32, 2e-5}}) {
+            std::vector<Variable> x;
+            for (const auto& name : names) x.emplace_back(golden.merged("in/" + name).to(dtype), true);
+            const auto layout = golden.has("in/cu_seqlens") ? SequenceLayout::packed(golden.integers("in/cu_seqlens"))
+                                                            : SequenceLayout::uniform(x[0].size(0), x[0].size(1));
+            Tape tape;
+            Variable o;
+            {
+                Recording recording(tape);
+                o = ops::gated_delta_rule(x[0], x[1], x[2], x[3], x[4], x.size() > 5 ? x[5] : Variable(), options, layout);
+            }
+            tape.backward(o, golden.merged("grad_out/o").to(dtype));
+            EXPECT_LT(rms_ratio(o.value(), golden.merged("out/o")), tolerance) << golden.name;
+            for (std::size_t i = 0; i < names.size(); ++i)
+                EXPECT_LT(rms_ratio(x[i].grad(), golden.merged("grad_in/" + names[i])), tolerance)
+                    << golden.name << ", d" << names[i] << ' ' << name_of(dtype);
+        }
+    }
 }
 
 std::string error_of(const std::function<void()>& body) {
