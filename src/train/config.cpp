@@ -463,8 +463,14 @@ private:
             fail("{}: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32", origin_);
         if (train.dtype == DType::float64 && train.device == DeviceChoice::cuda)
             fail("{}: train.dtype is float64 and train.device is cuda; the GPU computes in float32 or bfloat16", origin_);
-        if (model::has_levels(config.model.type) && config.model.num_levels == 0)
-            config.model.num_levels = std::bit_width(static_cast<std::uint64_t>(data.sequence_length - 1)) + 1;
+        if (model::has_levels(config.model.type)) {
+            const std::int64_t levels = std::bit_width(static_cast<std::uint64_t>(data.sequence_length - 1)) + 1;
+            if (config.model.num_levels == 0) config.model.num_levels = levels;
+            if (config.model.num_levels < levels && config.model.level_overflow == ops::LevelOverflow::error)
+                fail("{}: data.sequence_length {} needs {} levels, model.num_levels is {} and model.level_overflow is error; "
+                     "use {} levels or level_overflow clamp",
+                     origin_, data.sequence_length, levels, config.model.num_levels, levels);
+        }
         model::ModelConfig complete = config.model;
         if (complete.vocab_size == 0) complete.vocab_size = 1;  // the token file will say
         try {

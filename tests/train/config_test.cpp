@@ -156,6 +156,9 @@ TEST(Config, Contradictions) {
     EXPECT_EQ(error_of(minimal, {"train.dtype=bfloat16", "train.device=cpu"}),
               "a.yaml: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32");
 
+    EXPECT_EQ(error_of(minimal, {"model.num_levels=9", "model.level_overflow=error"}),
+              "a.yaml: data.sequence_length 300 needs 10 levels, model.num_levels is 9 and model.level_overflow is error; use 10 "
+              "levels or level_overflow clamp");
     EXPECT_EQ(error_of(minimal, {"model.n_groups=3"}),
               "a.yaml: model.num_heads 4 is not divisible by model.n_groups 3; use 2");
 

@@ -202,6 +202,31 @@ TEST_F(TrainerTest, ResumeIsExactWhereverTheRunIsKilled) {
     }
 }
 
+TEST_F(TrainerTest, EveryModelLearnsResumesExactlyAndMayRecompute) {
+    for (const std::string type : {"transformer", "mamba2", "log_linear_mamba2", "gated_deltanet", "log_linear_gated_deltanet"}) {
+        const auto configured = [&](const std::string& name, const std::string& recompute) {
+            return config(type + name, {"model.type=" + type, "train.recompute=" + recompute, "train.steps=8"});
+        };
+        Recorder straight;
+        run(configured("straight", "none"), straight);
+        EXPECT_LT(straight.steps.back().loss, straight.steps.front().loss - 0.1) << type;
+
+        Recorder killed;
+        killed.kill_after = 6;
+        EXPECT_THROW(run(configured("killed", "none"), killed), Killed);
+        run(configured("killed", "none"), Resume::automatic);
+        EXPECT_EQ(metrics(configured("killed", "none")), metrics(configured("straight", "none"))) << type;
+
+        // Gradients may be added up in another order.
+        for (const std::string recompute : {"mixer", "block"}) {
+            Recorder recorder;
+            run(configured(recompute, recompute), recorder);
+            for (std::size_t i = 0; i < straight.steps.size(); ++i)
+                EXPECT_NEAR(recorder.steps[i].loss, straight.steps[i].loss, 1e-5) << type << ", recompute " << recompute;
+        }
+    }
+}
+
 TEST_F(TrainerTest, ASignalEndsTheRunWithACheckpoint) {
     const RunConfig straight = config("straight"), stopped = config("stopped");
     run(straight);
