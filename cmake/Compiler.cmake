@@ -25,6 +25,9 @@ endif()
 if(FENWICK_NATIVE AND NOT FENWICK_SANITIZE)
   target_compile_options(fenwick_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-march=native>)
 endif()
+if(FENWICK_FUZZ)  # coverage counters in all code; the targets themselves link libFuzzer's main
+  target_compile_options(fenwick_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=fuzzer-no-link>)
+endif()
 if(FENWICK_SANITIZE)
   string(REPLACE ";" "," sanitizers "${FENWICK_SANITIZE}")
   target_compile_options(fenwick_options INTERFACE

@@ -1,6 +1,5 @@
 #include <cmath>
 
-#include "support/golden.h"
 #include "support/operator_check.h"
 
 namespace fenwick {
@@ -65,25 +64,6 @@ TEST(Rope, ScoresDependOnDistancesAlone) {
         return sum;
     };
     EXPECT_NEAR(score(7, 3), score(100007, 100003), 1e-10);
-}
-
-TEST(Rope, Golden) {
-    const auto cases = test::golden_cases("rope");
-    if (cases.empty()) GTEST_SKIP() << "no golden cases beside the source tree";
-    for (const auto& path : cases) {
-        const test::GoldenCase golden(path);
-        const std::int64_t heads = golden.tensor("in/x").size(2);
-        const Variable x(golden.merged("in/x"), true);
-        Tape tape;
-        Variable y;
-        {
-            Recording recording(tape);
-            y = ops::rope(x, heads, golden.number("theta", 0), SequenceLayout::uniform(x.size(0), x.size(1)));
-        }
-        EXPECT_LT(rms_ratio(y.value(), golden.merged("out/o")), 1e-12) << golden.name;
-        tape.backward(y, golden.merged("grad_out/o"));
-        EXPECT_LT(rms_ratio(x.grad(), golden.merged("grad_in/x")), 1e-12) << golden.name;
-    }
 }
 
 TEST(Rope, RefusesOddWidths) {

@@ -4,7 +4,6 @@
 
 #include "model/parameters.h"
 #include "small_models.h"
-#include "support/golden.h"
 
 namespace fenwick::model {
 namespace {
@@ -20,60 +19,6 @@ LanguageModel small_model(ModelConfig config, DType dtype = DType::float64) {
     model.initialize(1);
     test::perturb(model);
     return model;
-}
-
-ModelConfig config_of(const test::GoldenCase& golden) {
-    const auto whole = [&](std::string_view key, double otherwise) {
-        return static_cast<std::int64_t>(golden.number(key, otherwise));
-    };
-    ModelConfig config;
-    config.type = model_type_from(golden.text("model_type"));
-    config.vocab_size = whole("vocab_size", 0);
-    config.hidden_size = whole("hidden_size", 0);
-    config.num_layers = whole("num_hidden_layers", 0);
-    config.intermediate_size = whole("intermediate_size", 0);
-    config.norm_eps = golden.number("norm_eps", 1e-5);
-    config.tie_embeddings = golden.number("tie_word_embeddings", 0) != 0;
-    config.num_heads = whole("num_heads", 0);
-    config.head_dim = whole("head_dim", 0);
-    config.num_kv_heads = whole("num_kv_heads", 0);
-    config.rope_theta = golden.number("rope_theta", 10000);
-    config.state_size = whole("state_size", 128);
-    config.n_groups = whole("n_groups", 1);
-    config.expand_v = golden.number("expand_v", 2);
-    config.conv_width = whole(is_mamba2(config.type) ? "conv_kernel" : "conv_size", 4);
-    config.num_levels = whole("num_levels", 0);
-    return config;
-}
-
-TEST(LanguageModel, Golden) {
-    const auto cases = test::golden_cases("model");
-    if (cases.empty()) GTEST_SKIP() << "no golden cases beside the source tree";
-    for (const auto& path : cases) {
-        const test::GoldenCase golden(path);
-        SCOPED_TRACE(golden.name);
-        for (const DType dtype : {DType::float64, DType::float32}) {
-            const double tolerance = dtype == DType::float64 ? 1e-9 : 1e-4;
-            const LanguageModel model(config_of(golden), cpu_device, dtype, dtype);
-            std::size_t stored = golden.datasets("in/params").size();
-            ASSERT_EQ(model.parameters().size(), stored);
-            for (const auto& parameter : model.parameters()) {
-                Tensor value = parameter.variable.value();
-                value.copy_from(golden.tensor("in/params/" + parameter.name).to(dtype));
-            }
-            const auto ids64 = golden.integers("in/input_ids");
-            const Tensor ids = Tensor::from(std::vector<std::int32_t>(ids64.begin(), ids64.end()), golden.tensor("in/input_ids").shape());
-            const auto layout = SequenceLayout::uniform(ids.size(0), ids.size(1));
-            EXPECT_LT(rms_ratio(model.logits(ids, layout).value().to(DType::float64), golden.tensor("out/logits")), tolerance);
-            const auto result = loss_and_gradients(model, ids, layout);
-            EXPECT_NEAR(result.first, golden.tensor("out/loss").item(), tolerance);
-            for (std::size_t i = 0; i < stored; ++i) {
-                const auto& name = model.parameters()[i].name;
-                EXPECT_LT(rms_ratio(result.second[i].to(DType::float64), golden.tensor("grad_in/params/" + name)), 10 * tolerance)
-                    << name << " " << name_of(dtype);
-            }
-        }
-    }
 }
 
 using test::EveryModel;
