@@ -1,0 +1,36 @@
+// Text from a model, token by token.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "base/random.h"
+#include "model/language_model.h"
+
+namespace fenwick::eval {
+
+struct SamplingOptions {
+    double temperature = 1.0;  // 0: always the likeliest token
+    std::int64_t top_k = 0;    // only the k likeliest tokens; 0: all
+    double top_p = 1.0;        // of those, the fewest likeliest whose probabilities reach p (nucleus sampling)
+    std::uint64_t seed = 0;
+};
+
+// Draws an id from logits [vocab]. Temperature, then top-k, then top-p; ties go to the lower id, so that the draw is a pure
+// function of logits and random state.
+std::int32_t sample(const std::vector<float>& logits, const SamplingOptions& options, Random& random);
+
+struct GenerateOptions {
+    SamplingOptions sampling;
+    std::int64_t max_tokens = 256;
+    std::int32_t end_of_text = -1;         // stops after this id; -1: never
+    std::int64_t prompt_segment = 256;     // prompt tokens a call: bounds memory, not the result
+};
+
+// Feeds `prompt` (at least one token) and then each token drawn. `on_token` sees every new id as it is drawn, with the
+// decoding state behind it; it returns false to stop. Returns the ids drawn, end_of_text not among them.
+std::vector<std::int32_t> generate(const model::LanguageModel& model, const std::vector<std::int32_t>& prompt,
+                                   const GenerateOptions& options,
+                                   const std::function<bool(std::int32_t id, const model::DecodeState& state)>& on_token);
+
+}  // namespace fenwick::eval

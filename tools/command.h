@@ -1,0 +1,36 @@
+// The subcommands of `fenwick`. Each lives in tools/command_<name>.cpp, adds itself to the program, and is run by CLI11
+// once the whole line is parsed.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <memory>
+#include <string>
+
+namespace fenwick::tools {
+
+struct GlobalOptions {
+    bool quiet = false;             // no progress, only results and errors
+    std::string log_level = "warn";
+    int threads = 0;                // 0: FENWICK_NUM_THREADS, else all cores
+};
+
+void add_tokenizer(CLI::App& app, const GlobalOptions& global);
+void add_tokenize(CLI::App& app, const GlobalOptions& global);
+void add_train(CLI::App& app, const GlobalOptions& global);
+void add_eval(CLI::App& app, const GlobalOptions& global);
+void add_generate(CLI::App& app, const GlobalOptions& global);
+void add_info(CLI::App& app, const GlobalOptions& global);
+void add_verify(CLI::App& app, const GlobalOptions& global);
+
+// A subcommand whose options live as long as the program: run(options) is its callback.
+template <class Options, class Run>
+CLI::App* add_command(CLI::App& app, const char* name, const char* description, const char* example,
+                      const std::shared_ptr<Options>& options, Run run) {
+    CLI::App* command = app.add_subcommand(name, description);
+    command->footer(std::string("Example:\n  ") + example);
+    command->callback([options, run] { run(*options); });
+    return command;
+}
+
+}  // namespace fenwick::tools

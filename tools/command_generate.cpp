@@ -1,0 +1,111 @@
+// fenwick generate: a prompt in, text out.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <iostream>
+#include <iterator>
+
+#include "eval/generate.h"
+#include "tools/command.h"
+#include "tools/file_kind.h"
+#include "tools/progress.h"
+#include "train/checkpoint.h"
+
+namespace fenwick::tools {
+namespace {
+
+struct GenerateCommand {
+    std::string model, prompt;
+    eval::GenerateOptions options;
+    bool ignore_end = false, stats = false;
+};
+
+// Cuts `text` before a character that is not complete yet, which the next token may complete.
+std::size_t complete_prefix(std::string_view text) {
+    std::size_t lead = text.size();
+    for (std::size_t back = 1; back <= 4 && back <= text.size(); ++back) {
+        const auto byte = static_cast<unsigned char>(text[text.size() - back]);
+        if ((byte & 0xc0) == 0x80) continue;  // a continuation byte
+        const std::size_t needed = byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : byte >= 0xc0 ? 2 : 1;
+        if (needed > back) lead = text.size() - back;
+        break;
+    }
+    return lead;
+}
+
+void run_generate(GenerateCommand command) {
+    const train::LoadedModel loaded = train::load_model(checkpoint_of(command.model));
+    const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);
+    std::string prompt = command.prompt;
+    if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
+    // A text begins behind the mark that ended the one before.
+    std::vector<std::int32_t> ids = {tokenizer->end_of_document()};
+    tokenizer->encode(prompt, ids);
+    if (!command.ignore_end) command.options.end_of_text = tokenizer->end_of_document();
+
+    std::fputs(prompt.c_str(), stdout);
+    std::vector<std::int32_t> pending;  // ids whose text is not shown yet
+    const auto show = [&](bool all) {
+        const std::string text = tokenizer->decode(pending.data(), static_cast<std::int64_t>(pending.size()));
+        if (const std::size_t complete = all ? text.size() : complete_prefix(text); all || complete == text.size()) {
+            std::fwrite(text.data(), 1, complete, stdout);
+            std::fflush(stdout);
+            pending.clear();
+        }
+    };
+    struct Line {
+        std::int64_t tokens;
+        std::int64_t bytes;
+        double seconds;
+    };
+    std::vector<Line> lines;
+    const Progress clock(true);
+    std::int64_t next_line = 1;
+    eval::generate(loaded.model, ids, command.options, [&](std::int32_t id, const model::DecodeState& state) {
+        pending.push_back(id);
+        show(false);
+        if (state.position() >= next_line) {
+            lines.push_back({state.position(), state.bytes(), clock.seconds()});
+            while (next_line <= state.position()) next_line *= 2;
+        }
+        return true;
+    });
+    show(true);
+    std::fputc('\n', stdout);
+    if (!command.stats) return;
+    std::fprintf(stderr, "%12s %16s %14s\n", "tokens", "state bytes", "tokens/s");
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+        const double seconds = lines[i].seconds - (i > 0 ? lines[i - 1].seconds : 0);
+        const std::int64_t tokens = lines[i].tokens - (i > 0 ? lines[i - 1].tokens : 0);
+        std::fprintf(stderr, "%12lld %16lld %14.1f\n", static_cast<long long>(lines[i].tokens),
+                     static_cast<long long>(lines[i].bytes), static_cast<double>(tokens) / std::max(seconds, 1e-9));
+    }
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app, const GlobalOptions&) {
+    auto options = std::make_shared<GenerateCommand>();
+    CLI::App* command = add_command(app, "generate", "Continue a text",
+                                    "fenwick generate runs/log_linear_mamba2 --prompt 'The river' --temperature 0.8 --top-p 0.95",
+                                    options, run_generate);
+    command->add_option("model", options->model, "Checkpoint, or run folder (its newest complete checkpoint)")->required();
+    command->add_option("--prompt", options->prompt, "The text to continue; - reads standard input");
+    command->add_option("--max-tokens", options->options.max_tokens, "Tokens to draw at most")
+        ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
+        ->capture_default_str();
+    command->add_option("--temperature", options->options.sampling.temperature, "0: always the likeliest token")
+        ->check(CLI::Range(0.0, 1e6))
+        ->capture_default_str();
+    command->add_option("--top-k", options->options.sampling.top_k, "Only the k likeliest tokens; 0: all")
+        ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
+        ->capture_default_str();
+    command->add_option("--top-p", options->options.sampling.top_p, "The fewest likeliest tokens whose probabilities reach p")
+        ->check(CLI::Range(1e-9, 1.0))
+        ->capture_default_str();
+    command->add_option("--seed", options->options.sampling.seed, "Of the draws")->capture_default_str();
+    command->add_flag("--ignore-end", options->ignore_end, "Go on past the end of the text");
+    command->add_flag("--stats", options->stats, "Print state bytes and tokens/s at growing lengths");
+}
+
+}  // namespace fenwick::tools

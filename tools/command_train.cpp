@@ -1,0 +1,97 @@
+// fenwick train: pretraining from a YAML config.
+#include <cmath>
+#include <cstdio>
+
+#include "tools/command.h"
+#include "tools/progress.h"
+#include "train/trainer.h"
+
+namespace fenwick::tools {
+namespace {
+
+struct TrainOptions {
+    std::string config;
+    std::vector<std::string> overrides;
+    std::string run_dir, resume = "no";
+};
+
+// The live line on a terminal; elsewhere a plain line now and then.
+class ProgressObserver final : public train::Observer {
+public:
+    explicit ProgressObserver(bool quiet) : quiet_(quiet), progress_(quiet) {}
+
+    void on_start(const train::StartReport& start) override {
+        first_step_ = start.first_step;
+        if (quiet_) return;
+        const auto& config = start.config;
+        std::fprintf(stderr, "%s, %s parameters, on %s%s; %lld steps of %s tokens; run folder %s\n",
+                     std::string(model::name_of(config.model.type)).c_str(),
+                     count_text(static_cast<double>(start.parameter_count)).c_str(), name_of(start.device).c_str(),
+                     start.processes > 1 ? fmt::format(" x {} processes", start.processes).c_str() : "",
+                     static_cast<long long>(config.train.steps),
+                     count_text(static_cast<double>(config.train.batch_size * config.data.sequence_length)).c_str(),
+                     config.run_dir.c_str());
+        if (!start.resumed_from.empty())
+            std::fprintf(stderr, "resumed from %s at step %lld\n", start.resumed_from.c_str(),
+                         static_cast<long long>(start.first_step - 1));
+    }
+
+    void on_step(const train::StepReport& report) override {
+        const double done = static_cast<double>(report.step) / static_cast<double>(report.total_steps);
+        // Speed averaged over about twenty steps: single ones jump.
+        speed_ = speed_ == 0 ? report.tokens_per_s : 0.95 * speed_ + 0.05 * report.tokens_per_s;
+        const double steps_here = static_cast<double>(report.step - first_step_ + 1);
+        const double left = report.time_s / steps_here * static_cast<double>(report.total_steps - report.step);
+        if (report.valid_loss) valid_ = fmt::format("  valid {:.4f}", *report.valid_loss);
+        progress_.show(fmt::format("step {}/{} ({:.0f}%)  loss {:.4f}{}  lr {:.2e}  grad norm {:.2f}  {} tokens/s  {} left{}",
+                                   report.step, report.total_steps, 100 * done, report.loss, valid_, report.learning_rate,
+                                   report.grad_norm, count_text(speed_), duration_text(left),
+                                   report.skipped ? "  update skipped: not finite" : ""),
+                       report.valid_loss.has_value() || report.step == report.total_steps);
+    }
+
+    void on_end(const train::EndReport& end) override {
+        progress_.clear();
+        if (quiet_) return;
+        if (end.interrupted)
+            std::fprintf(stderr, "interrupted after step %lld; continue with --resume auto\n", static_cast<long long>(end.step));
+        std::fprintf(stderr, "%s in %s, peak memory %s; checkpoint %s\n", end.interrupted ? "stopped" : "trained",
+                     duration_text(end.time_s).c_str(), bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
+                     end.checkpoint.c_str());
+    }
+
+private:
+    bool quiet_;
+    Progress progress_;
+    std::int64_t first_step_ = 1;
+    double speed_ = 0;
+    std::string valid_;
+};
+
+}  // namespace
+
+void add_train(CLI::App& app, const GlobalOptions& global) {
+    auto options = std::make_shared<TrainOptions>();
+    CLI::App* command = add_command(
+        app, "train", "Pretrain a model as a YAML config says",
+        "fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100",
+        options, [&global](const TrainOptions& given) {
+            std::vector<std::string> overrides = given.overrides;
+            if (!given.run_dir.empty()) overrides.push_back("run_dir=" + given.run_dir);
+            if (global.threads > 0) overrides.push_back("train.num_threads=" + std::to_string(global.threads));
+            const train::RunConfig config = train::load_config(given.config, overrides);
+            const auto communicator = train::make_communicator();
+            ProgressObserver observer(global.quiet);
+            train::train(config, given.resume == "auto" ? train::Resume::automatic : train::Resume::no, *communicator, observer);
+        });
+    command->add_option("config", options->config, "YAML file; docs/configuration.md lists the keys")->required();
+    command->add_option("--set", options->overrides, "Override a key: --set train.steps=100 (may be repeated)")
+        ->allow_extra_args(false)
+        ->take_all();
+    command->add_option("--run-dir", options->run_dir, "Folder for config, metrics and checkpoints (overrides run_dir)");
+    command->add_option("--resume", options->resume, "auto: continue from the newest complete checkpoint in the run folder")
+        ->check(CLI::IsMember({"no", "auto"}))
+        ->capture_default_str();
+}
+
+}  // namespace fenwick::tools

@@ -1,0 +1,48 @@
+#include "tools/file_kind.h"
+
+#include <filesystem>
+#include <fstream>
+
+#include "base/hdf5.h"
+#include "data/token_file.h"
+#include "train/checkpoint.h"
+
+namespace fenwick::tools {
+
+namespace fs = std::filesystem;
+
+FileKind kind_of_file(const std::string& path) {
+    if (fs::is_directory(path)) return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
+    const std::string extension = fs::path(path).extension().string();
+    if (extension == ".yaml" || extension == ".yml") return FileKind::config;
+    // The signature that every HDF5 file begins with
+    char mark[8] = {};
+    std::ifstream(path, std::ios::binary).read(mark, sizeof(mark));
+    if (std::string_view(mark, sizeof(mark)) != std::string_view("\x89HDF\r\n\x1a\n", 8)) return FileKind::other;
+    const auto file = hdf5::File::open(path);
+    const std::string format = file.has_attribute("/", "format") ? file.attribute_string("/", "format") : "";
+    if (format.find("token") != std::string::npos) return FileKind::token_file;
+    if (format.find("checkpoint") != std::string::npos) return FileKind::checkpoint;
+    fail("{} is neither a Fenwick token file nor a Fenwick checkpoint", path);
+}
+
+std::string checkpoint_of(const std::string& path) {
+    if (!fs::is_directory(path)) return path;
+    const auto latest = train::latest_complete((fs::path(path) / "checkpoints").string());
+    FENWICK_CHECK(latest.has_value(), "{} holds no complete checkpoint (checkpoints/step_N.h5)", path);
+    return *latest;
+}
+
+std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source) {
+    switch (kind_of_file(source)) {
+        case FileKind::token_file: return data::TokenFile(source).tokenizer();
+        case FileKind::checkpoint:
+        case FileKind::run_folder: {
+            const auto tokenizer = train::read_checkpoint_header(checkpoint_of(source)).tokenizer;
+            return data::restore_tokenizer(tokenizer.kind, tokenizer.definition);
+        }
+        default: return data::open_tokenizer(source);
+    }
+}
+
+}  // namespace fenwick::tools

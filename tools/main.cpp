@@ -1,0 +1,73 @@
+// fenwick: the command line.
+#include <malloc.h>
+
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/parallel.h"
+#include "kernels/cpu/blas.h"
+#include "tools/command.h"
+#include "tools/version.h"
+
+namespace {
+
+// Exit codes: 0 success, 1 a defect of this program, 2 something the user can mend.
+constexpr int exit_defect = 1, exit_bad_input = 2;
+
+int report(const char* message, int code) {
+    std::fprintf(stderr, "fenwick: %s\n", message);
+    return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    fenwick::kernels::cpu::use_fast_blas(argv);
+    // Activations come and go by the hundred megabytes each step: keep them in the heap instead of returning each block to
+    // the system and faulting its pages in again.
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, -1);
+
+    CLI::App app("Pretraining of log-linear-attention models, from text to perplexity.", "fenwick");
+    app.set_version_flag("--version", FENWICK_VERSION);
+    app.require_subcommand(1);
+    app.fallthrough();
+    app.footer("Example:\n  fenwick train configs/quickstart/log_linear_mamba2.yaml\n  fenwick train --help");
+
+    fenwick::tools::GlobalOptions global;
+    app.add_flag("--quiet", global.quiet, "No progress: only results and errors");
+    app.add_option("--log-level", global.log_level, "trace, debug, info, warn, error or off")->capture_default_str();
+    app.add_option("--threads", global.threads, "CPU threads (default: FENWICK_NUM_THREADS, else every core)")
+        ->check(CLI::Range(1, 4096));
+    app.parse_complete_callback([&] {
+        fenwick::set_log_level(global.log_level);
+        if (global.threads > 0) fenwick::set_num_threads(global.threads);
+    });
+
+    using namespace fenwick::tools;
+    add_tokenizer(app, global);
+    add_tokenize(app, global);
+    add_train(app, global);
+    add_eval(app, global);
+    add_generate(app, global);
+    add_info(app, global);
+    add_verify(app, global);
+
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::Success& request) {  // --help, --version
+        return app.exit(request);
+    } catch (const CLI::ParseError& error) {
+        return report(error.what(), exit_bad_input);
+    } catch (const fenwick::Error& error) {
+        return report(error.what(), exit_bad_input);
+    } catch (const std::bad_alloc&) {
+        return report("out of memory; lower train.micro_batch or data.sequence_length", exit_bad_input);
+    } catch (const std::exception& error) {
+        return report((std::string("internal error: ") + error.what()).c_str(), exit_defect);
+    }
+    return 0;
+}
