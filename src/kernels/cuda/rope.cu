@@ -70,8 +70,8 @@ void rope(const Exec& exec, const Rope& args) {
     const SequencesOnDevice sequences(exec, args.sequences);
     const std::int64_t half = args.width / 2;
     const std::int64_t shared_bytes = 2 * tokens_per_block * half * static_cast<std::int64_t>(sizeof(float));
-    FENWICK_CHECK(shared_bytes <= 48 * 1024 && args.heads * half <= (std::int64_t{1} << 26),
-                  "[rope] {} heads of {} are more than the CUDA kernel takes (heads of at most 1536)", args.heads,
+    FENWICK_CHECK(shared_bytes <= 40 * 1024 && args.heads * half <= (std::int64_t{1} << 26),
+                  "[rope] {} heads of {} are more than the CUDA kernel takes (heads of at most 1280)", args.heads,
                   args.width);
     dispatch("rope", args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch_width(can_use_wide({half, args.x_stride, args.y_stride}, {args.x, args.y}), [&](auto v) {
