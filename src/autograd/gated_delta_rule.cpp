@@ -70,7 +70,8 @@ Variable gated_delta_rule(const Variable& q, const Variable& k, const Variable& 
                   [=, grad_q = q.gradient(), grad_k = k.gradient(), grad_v = v.gradient(), grad_g = g.gradient(),
                    grad_beta = beta.gradient(), grad_scales = level_scales.gradient()](const Tensor& d_o) {
         using Rows = GradientOutput::Rows;
-        GradientOutput dq(grad_q, queries, Rows::strided), dk(grad_k, keys, Rows::strided), dv(grad_v, values, Rows::strided);
+        GradientOutput dq(grad_q, queries, Rows::strided), dk(grad_k, keys, Rows::strided);
+        GradientOutput dv(grad_v, values, Rows::strided);
         GradientOutput dg(grad_g, decays, Rows::dense), dbeta(grad_beta, betas, Rows::dense);
         std::optional<GradientOutput> dscales;
         if (levels > 0) dscales.emplace(grad_scales, scales, Rows::dense);

@@ -1,7 +1,8 @@
 // The scan of Gated DeltaNet (Yang et al., arXiv 2412.06464), linear or log-linear (Guo et al., arXiv 2506.04761):
 //   S_t = exp(g_t) (I - beta_t k_t k_t') S_{t-1} + beta_t k_t v_t',   o_t = S_t' q_t
-// and with level scales the state is split by level: o_t = sum_l level_scales[t, l] S_t^(l)' q_t, every level's state takes
-// the transition, only level 0 takes the new outer product. Scales of q are the caller's. q and k have one head a value head.
+// and with level scales the state is split by level: o_t = sum_l level_scales[t, l] S_t^(l)' q_t, every level's state
+// takes the transition, only level 0 takes the new outer product. Scales of q are the caller's. q and k have one head a
+// value head. The recurrence is stable where beta_t |k_t|^2 <= 2 (keys of length 1, beta in (0, 2)).
 //
 // Chunkwise (docs/architecture.md): the unit lower-triangular system of a chunk is solved once, an effective query that
 // all levels share reads the states that enter the chunk, and level states merge as the bits of the chunk index say.
