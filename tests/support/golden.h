@@ -18,7 +18,7 @@ namespace fenwick::test {
 inline std::vector<std::filesystem::path> golden_folders() {
     const char* named = std::getenv("FENWICK_GOLDEN_DIR");
     if (named == nullptr || *named == '\0')
-        return {(std::filesystem::path(__FILE__).parent_path() / "../../../shared/golden").lexically_normal()};
+        return {(std::filesystem::path(FENWICK_SOURCE_DIR) / "../shared/golden").lexically_normal()};
     std::vector<std::filesystem::path> folders;
     const std::string text = named;
     for (std::size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
