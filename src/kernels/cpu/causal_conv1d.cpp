@@ -46,6 +46,16 @@ void convolve(T* __restrict pre, std::int64_t count, const T* bias, const T* wei
     }
 }
 
+// sums[i][c] += dp[c] x[i][c] for i < width, sums[width][c] += dp[c]: one token's share of dweight and dbias.
+template <class T>
+void add_to_sums(T* sums, std::int64_t count, std::int64_t channels, const T* dp, const T* const* rows, std::int64_t width) {
+    for (std::int64_t i = 0; i < width; ++i) {
+        const T* x = rows[i];
+        assign(sums + i * channels, count, true, [=](std::int64_t c) { return dp[c] * x[c]; });
+    }
+    assign(sums + width * channels, count, true, [=](std::int64_t c) { return dp[c]; });
+}
+
 template <class T>
 std::vector<T> bias_or_zeros(const void* bias, std::int64_t channels) {
     const auto* values = static_cast<const T*>(bias);
@@ -109,7 +119,7 @@ void causal_conv1d_backward(const Exec&, const CausalConv1dBackward& args) {
         // Sums: rows 0 .. width-1 are dweight transposed, row `width` is dbias.
         const auto sums = sum_over_rows<T>(tokens, channels * (width + 1), [&](std::int64_t begin, std::int64_t end, T* partial) {
             std::vector<const T*> rows(static_cast<std::size_t>(width));
-            std::vector<T> scratch(static_cast<std::size_t>((tile_tokens + width - 1) * tile_channels));
+            std::vector<T> scratch(static_cast<std::size_t>((tile_tokens + width - 1) * tile_channels)), sum(tile_channels);
             for (std::int64_t first = 0; first < channels; first += tile_channels) {
                 const std::int64_t count = std::min(tile_channels, channels - first);
                 std::int64_t document = document_of(args.sequences, begin);
@@ -130,24 +140,18 @@ void causal_conv1d_backward(const Exec&, const CausalConv1dBackward& args) {
                         convolve(dp, count, bias.data() + first, weight.data() + first, channels, rows.data(), width);
                         for (std::int64_t c = 0; c < count; ++c) dp[c] = dy[c] * silu_slope(dp[c], sigmoid_of(dp[c]));
                         if (t >= tile_end) continue;
-                        for (std::int64_t i = 0; i < width; ++i) {
-                            const T* source = rows[static_cast<std::size_t>(i)];
-                            if (source != zeros.data())
-                                assign(partial + i * channels + first, count, true,
-                                       [=](std::int64_t c) { return dp[c] * source[c]; });
-                        }
-                        assign(partial + width * channels + first, count, true, [=](std::int64_t c) { return dp[c]; });
+                        add_to_sums(partial + first, count, channels, dp, rows.data(), width);
                     }
                     for (std::int64_t s = tile; s < tile_end; ++s) {
                         T* dx = static_cast<T*>(args.dx) + s * args.dx_stride + first;
-                        bool add = args.accumulate_dx;
-                        // The last tap meets the token itself, so it is always there and writes first.
-                        for (std::int64_t i = width - 1; i >= 0 && s + width - 1 - i < reach; --i) {
-                            const T* dp = scratch.data() + (s + width - 1 - i - tile) * tile_channels;
-                            const T* w = weight.data() + i * channels + first;
-                            assign(dx, count, add, [=](std::int64_t c) { return w[c] * dp[c]; });
-                            add = true;
+                        for (std::int64_t i = 0; i < width; ++i) {
+                            const std::int64_t t = s + width - 1 - i;
+                            rows[static_cast<std::size_t>(i)] =
+                                t < reach ? scratch.data() + (t - tile) * tile_channels : zeros.data();
                         }
+                        T* to = args.accumulate_dx ? sum.data() : dx;
+                        convolve(to, count, zeros.data(), weight.data() + first, channels, rows.data(), width);
+                        if (args.accumulate_dx) assign(dx, count, true, [to](std::int64_t c) { return to[c]; });
                     }
                     tile = tile_end;
                 }
