@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sentencepiece_processor.h>
+
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -155,6 +157,21 @@ TEST_P(TrainedTokenizer, IsLossless) {
         EXPECT_EQ(decode(*tokenizer, encode(*tokenizer, bytes)), bytes) << "seed " << seed;
     }
     EXPECT_EQ(decode(*tokenizer, {tokenizer->end_of_document()}), "");
+    // Word by word it gives what the library gives for whole lines, whatever the spaces.
+    sentencepiece::SentencePieceProcessor library;
+    ASSERT_TRUE(library.LoadFromSerializedProto(tokenizer->definition()).ok());
+    Random random(8);
+    for (int i = 0; i < 300; ++i) {
+        std::string line = i % 2 == 0 ? text.substr(random.below(text.size() - 200), 200) : random_unicode(static_cast<std::uint64_t>(i), 40);
+        while (line.find('\n') != std::string::npos) line.replace(line.find('\n'), 1, "   ");
+        while (line.find("\xE2\x96\x81") != std::string::npos) line.erase(line.find("\xE2\x96\x81"), 3);
+        bool valid = true;
+        for (std::size_t at = 0; at < line.size(); at += std::max<std::size_t>(utf8_length(line.substr(at)), 1))
+            valid = valid && utf8_length(line.substr(at)) > 0;
+        if (valid) {
+            EXPECT_EQ(encode(*tokenizer, line), library.EncodeAsIds(line)) << "line " << i;
+        }
+    }
     // Pieces cut after a newline have the ids of the whole.
     const std::string a = "the tree \n  sum \n", b = " level of\n\n";
     auto parts = encode(*tokenizer, a);
