@@ -99,7 +99,8 @@ private:
     };
 
     // Encodes word by word, a word being what starts at a space (or several) after something else: no piece of the model
-    // reaches over such a place.
+    // reaches over such a place. A BPE model gives the ids of the whole line; a unigram model may part a word otherwise
+    // where two ways score the same.
     void append_words(std::string_view text, std::vector<std::int32_t>& ids) const {
         if (text.empty()) return;
         if (!splits_at_spaces_) {
@@ -151,7 +152,7 @@ private:
             } else if (!processor_.IsControl(id)) {
                 text = piece;
                 for (auto at = text.find(space_mark); at != std::string::npos; at = text.find(space_mark, at + 1))
-                    text.replace(at, space_mark.size(), " ");
+                    text.replace(at, space_mark.size(), 1, ' ');
                 if (piece == "\n") newline_ = id;
                 for (std::size_t i = 1; i < text.size(); ++i)
                     if (text[i] == ' ' && text[i - 1] != ' ') splits_at_spaces_ = false;
