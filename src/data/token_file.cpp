@@ -18,7 +18,7 @@
 namespace fenwick::data {
 namespace {
 
-constexpr std::string_view format_name = "fenwick.tokens";
+constexpr std::string_view format_name = "fenwick-tokens";
 constexpr std::int64_t format_version = 1;
 constexpr std::int64_t chunk_tokens = 1 << 15;      // of the files written here; readers take what the file says
 constexpr std::int64_t record_chunk = 1 << 12;      // of the lists with one element a document or a chunk
@@ -180,12 +180,12 @@ TokenFileInfo TokenFileWriter::finish() {
         file.write(name, data, {static_cast<std::int64_t>(size)});
         file.set_attribute(name, "crc32", std::int64_t{crc_of(data, size)});
     };
-    write_bytes("tokenizer", self.definition.data(), self.definition.size());
+    write_bytes("tokenizer/definition", self.definition.data(), self.definition.size());
     // A file name need not be UTF-8; JSON must be.
     const std::string sources = self.sources.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     write_bytes("sources", reinterpret_cast<const std::uint8_t*>(sources.data()), sources.size());
     file.set_attribute("/", "format", format_name);
-    file.set_attribute("/", "format_version", format_version);
+    file.set_attribute("/", "version", format_version);
     file.set_attribute("/", "num_tokens", info.num_tokens);
     file.set_attribute("/", "num_documents", info.num_documents);
     file.set_attribute("/", "vocab_size", info.vocab_size);
@@ -222,7 +222,7 @@ struct TokenFile::Implementation {
     explicit Implementation(const std::string& path) : file(hdf5::File::open(path)) {
         FENWICK_CHECK(file.has_attribute("/", "format") && file.attribute_string("/", "format") == format_name,
                       "{} is not a Fenwick token file (fenwick tokenize makes one)", path);
-        const std::int64_t version = file.attribute_int("/", "format_version");
+        const std::int64_t version = file.attribute_int("/", "version");
         FENWICK_CHECK(version == format_version, "{}: token file of version {}; this program reads version {}", path, version,
                       format_version);
         FENWICK_CHECK(file.has_attribute("/", "complete") && file.attribute_int("/", "complete") == 1,
@@ -344,7 +344,7 @@ const TokenFileInfo& TokenFile::info() const { return implementation_->info; }
 const std::vector<std::int64_t>& TokenFile::document_offsets() const { return implementation_->offsets; }
 const std::vector<std::int64_t>& TokenFile::document_bytes() const { return implementation_->bytes; }
 const std::vector<std::int64_t>& TokenFile::document_words() const { return implementation_->words; }
-std::string TokenFile::tokenizer_definition() const { return implementation_->text("tokenizer"); }
+std::string TokenFile::tokenizer_definition() const { return implementation_->text("tokenizer/definition"); }
 
 void TokenFile::read(std::int64_t offset, std::int64_t count, std::int32_t* out) const {
     Implementation& self = *implementation_;

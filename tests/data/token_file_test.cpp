@@ -206,7 +206,7 @@ TEST(TokenFile, SaysWhatIsWrong) {
     };
     EXPECT_EQ(change([](hdf5::File&) {}), "");
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "complete", std::int64_t{0}); }), HasSubstr("not written to its end"));
-    EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "format_version", std::int64_t{9}); }),
+    EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "version", std::int64_t{9}); }),
                 HasSubstr("token file of version 9; this program reads version 1"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "num_tokens", std::int64_t{77777}); }), HasSubstr("is not 77777 values"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "num_documents", std::int64_t{4}); }),
