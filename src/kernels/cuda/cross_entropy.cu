@@ -76,7 +76,8 @@ __global__ void sum_chunks_kernel(const float* values, std::int64_t count, doubl
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-__global__ void sum_partials_kernel(const double* partial, std::int64_t count, double* total, bool accumulate) {
+__global__ void __launch_bounds__(1024)
+    sum_partials_kernel(const double* partial, std::int64_t count, double* total, bool accumulate) {
     __shared__ double scratch[32];
     double sum = 0;
     for (std::int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(chunk_threads)
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-__global__ void total_kernel(const double* partial, std::int64_t count, double* total) {
+__global__ void __launch_bounds__(1024) total_kernel(const double* partial, std::int64_t count, double* total) {
     __shared__ double scratch[32];
     double sum = 0;
     for (std::int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];

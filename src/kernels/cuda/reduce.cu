@@ -6,8 +6,9 @@ namespace {
 constexpr int tile = 32;
 
 // Block (32, 32): 32 columns, rows block.x * rows_per_block and following dealt to the 32 values of threadIdx.y.
-__global__ void column_sums_kernel(const float* values, std::int64_t rows, std::int64_t columns, std::int64_t rows_per_block,
-                                   float* out, bool accumulate) {
+__global__ void __launch_bounds__(tile* tile)
+    column_sums_kernel(const float* values, std::int64_t rows, std::int64_t columns, std::int64_t rows_per_block, float* out,
+                       bool accumulate) {
     __shared__ double sums[tile][tile + 1];
     const std::int64_t column = static_cast<std::int64_t>(blockIdx.y) * tile + threadIdx.x;
     const std::int64_t begin = blockIdx.x * rows_per_block;
