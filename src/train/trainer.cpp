@@ -12,6 +12,7 @@
 #include "base/parallel.h"
 #include "data/loader.h"
 #include "data/token_file.h"
+#include "model/costs.h"
 #include "train/checkpoint.h"
 #include "train/optimizer.h"
 #include "train/schedule.h"
@@ -108,6 +109,7 @@ public:
         if (communicator_.is_root())
             observer_.on_start({.config = config_, .first_step = step_ + 1, .resumed_from = resumed_from,
                                 .parameter_count = model_->parameter_count(), .tokens_per_epoch = loader_.tokens_per_epoch(),
+                                .flops_per_token = model::training_flops_per_token(config_.model, config_.data.sequence_length),
                                 .device = device_, .processes = communicator_.size(), .memory = memory_stats(device_.type)});
 
         SignalScope signals;

@@ -16,6 +16,7 @@ struct StartReport {
     std::string resumed_from;       // checkpoint, or ""
     std::int64_t parameter_count = 0;
     std::int64_t tokens_per_epoch = 0;
+    double flops_per_token = 0;     // forward and backward; with tokens/s the speed that MFU is a share of
     Device device;
     int processes = 1;
     MemoryStats memory;
