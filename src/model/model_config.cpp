@@ -56,6 +56,15 @@ std::int64_t ModelConfig::value_width() const {
 }
 
 void ModelConfig::validate() const {
+    // Products of two such sizes stay far from the end of 64 bits.
+    for (const auto& [name, value] : {std::pair<std::string_view, std::int64_t>{"vocab_size", vocab_size},
+                                      {"hidden_size", hidden_size},
+                                      {"num_layers", num_layers},
+                                      {"intermediate_size", intermediate_size},
+                                      {"num_heads", num_heads},
+                                      {"head_dim", head_dim},
+                                      {"state_size", state_size}})
+        FENWICK_CHECK(value <= 1 << 24, "model.{} is {}; at most {} is supported", name, value, 1 << 24);
     check_positive("vocab_size", vocab_size, "32000");
     check_positive("hidden_size", hidden_size, "1536");
     check_positive("num_layers", num_layers, "21");
@@ -66,15 +75,6 @@ void ModelConfig::validate() const {
     FENWICK_CHECK(std::isfinite(initializer_range) && initializer_range > 0,
                   "model.initializer_range is {}; it must be above 0, for example 0.02", initializer_range);
     FENWICK_CHECK(head_dim >= 0, "model.head_dim is {}; it must not be negative, for example 64", head_dim);
-    // Products of two such sizes stay far from the end of 64 bits.
-    for (const auto& [name, value] : {std::pair<std::string_view, std::int64_t>{"vocab_size", vocab_size},
-                                      {"hidden_size", hidden_size},
-                                      {"num_layers", num_layers},
-                                      {"intermediate_size", intermediate_size},
-                                      {"num_heads", num_heads},
-                                      {"head_dim", head_dim},
-                                      {"state_size", state_size}})
-        FENWICK_CHECK(value <= 1 << 24, "model.{} is {}; at most {} is supported", name, value, 1 << 24);
 
     if (type == ModelType::transformer) {
         FENWICK_CHECK(head_dim > 0 || hidden_size % num_heads == 0,
