@@ -19,7 +19,9 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global);
 void add_tokenize(CLI::App& app, const GlobalOptions& global);
 void add_train(CLI::App& app, const GlobalOptions& global);
 void add_eval(CLI::App& app, const GlobalOptions& global);
+void add_export(CLI::App& app, const GlobalOptions& global);
 void add_generate(CLI::App& app, const GlobalOptions& global);
+void add_import(CLI::App& app, const GlobalOptions& global);
 void add_info(CLI::App& app, const GlobalOptions& global);
 void add_verify(CLI::App& app, const GlobalOptions& global);
 

@@ -53,6 +53,8 @@ int main(int argc, char** argv) {
     add_train(app, global);
     add_eval(app, global);
     add_generate(app, global);
+    add_export(app, global);
+    add_import(app, global);
     add_info(app, global);
     add_verify(app, global);
 

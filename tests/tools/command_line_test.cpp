@@ -1,0 +1,156 @@
+// The program as a user runs it: text to perplexity in seconds, and one clear line with exit code 2 for bad input.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+
+#include "support/temporary_folder.h"
+
+namespace {
+
+using fenwick::test::write_text;
+using testing::HasSubstr;
+
+struct Outcome {
+    int exit_code = -1;
+    std::string output;  // standard output and error
+    std::size_t lines() const { return static_cast<std::size_t>(std::count(output.begin(), output.end(), '\n')); }
+};
+
+std::string read(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class CommandLine : public testing::Test {
+protected:
+    static void SetUpTestSuite() {
+        folder_ = new fenwick::test::TemporaryFolder;
+        std::string text;
+        for (int i = 0; i < 400; ++i) text += "line " + std::to_string(i * i) + " of a text that repeats itself.\n";
+        write_text(path("text.txt"), text);
+        write_text(path("valid.txt"), "line 7 of a text that repeats itself.\nand ends.\n");
+        write_text(path("config.yaml"),
+                   "run_dir: " + path("run") + "\n"
+                   "model:\n  type: log_linear_mamba2\n  hidden_size: 32\n  num_layers: 1\n  num_heads: 2\n  head_dim: 16\n"
+                   "  state_size: 16\n"
+                   "data:\n  train: " + path("train.h5") + "\n  valid: " + path("valid.h5") + "\n  sequence_length: 64\n"
+                   "train:\n  steps: 20\n  batch_size: 4\n  checkpoint_every: 10\n");
+        ASSERT_EQ(fenwick("tokenize " + path("text.txt") + " -o " + path("train.h5")).exit_code, 0);
+        ASSERT_EQ(fenwick("tokenize " + path("valid.txt") + " -o " + path("valid.h5")).exit_code, 0);
+        const auto trained = fenwick("train " + path("config.yaml"));
+        ASSERT_EQ(trained.exit_code, 0) << trained.output;
+    }
+    static void TearDownTestSuite() {
+        delete folder_;
+        folder_ = nullptr;
+    }
+    static std::string path(const std::string& name) { return *folder_ / name; }
+
+    static Outcome fenwick(const std::string& arguments) {
+        Outcome outcome;
+        FILE* pipe = popen((std::string(FENWICK_PROGRAM) + " " + arguments + " 2>&1").c_str(), "r");
+        char buffer[4096];
+        while (const std::size_t count = std::fread(buffer, 1, sizeof(buffer), pipe)) outcome.output.append(buffer, count);
+        const int status = pclose(pipe);
+        outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+        return outcome;
+    }
+
+    // One line that says `message`, and exit code 2.
+    static void expect_refused(const std::string& arguments, const std::string& message) {
+        const Outcome outcome = fenwick(arguments);
+        EXPECT_EQ(outcome.exit_code, 2) << arguments << "\n" << outcome.output;
+        EXPECT_EQ(outcome.lines(), 1u) << outcome.output;
+        EXPECT_THAT(outcome.output, HasSubstr(message)) << arguments;
+    }
+
+    static fenwick::test::TemporaryFolder* folder_;
+};
+fenwick::test::TemporaryFolder* CommandLine::folder_ = nullptr;
+
+TEST_F(CommandLine, TrainsEvaluatesGeneratesAndDescribes) {
+    const auto eval = fenwick("--quiet eval perplexity " + path("run") + " " + path("valid.h5") + " --json " + path("eval.json"));
+    EXPECT_EQ(eval.exit_code, 0);
+    EXPECT_THAT(eval.output, HasSubstr("bits per byte"));
+    EXPECT_THAT(read(path("eval.json")), HasSubstr("\"bits_per_byte\":"));
+
+    const auto text = fenwick("generate " + path("run") + " --prompt 'line ' --max-tokens 20 --seed 3");
+    EXPECT_EQ(text.exit_code, 0);
+    EXPECT_THAT(text.output, testing::StartsWith("line "));
+    EXPECT_EQ(fenwick("generate " + path("run") + " --prompt 'line ' --max-tokens 20 --seed 3").output, text.output);
+
+    EXPECT_THAT(fenwick("info " + path("run")).output, HasSubstr("step 20"));
+    EXPECT_THAT(fenwick("info " + path("train.h5")).output, HasSubstr("documents"));
+    EXPECT_THAT(fenwick("info " + path("config.yaml")).output, HasSubstr("parameters"));
+    EXPECT_EQ(fenwick("verify " + path("train.h5")).exit_code, 0);
+    EXPECT_EQ(fenwick("verify " + path("run")).exit_code, 0);
+}
+
+TEST_F(CommandLine, ExportAndImportAreExact) {
+    ASSERT_EQ(fenwick("export " + path("run") + " " + path("exported")).exit_code, 0);
+    const auto imported = fenwick("import " + path("exported") + " --tokenizer " + path("run") + " -o " + path("imported.h5"));
+    ASSERT_EQ(imported.exit_code, 0) << imported.output;
+    ASSERT_EQ(fenwick("export " + path("imported.h5") + " " + path("again")).exit_code, 0);
+    EXPECT_EQ(read(path("exported/model.safetensors")), read(path("again/model.safetensors")));
+    EXPECT_EQ(read(path("exported/config.json")), read(path("again/config.json")));
+}
+
+TEST_F(CommandLine, EveryCommandHasHelpWithAnExample) {
+    for (const std::string command : {"", "tokenizer", "tokenizer train", "tokenize", "train", "eval", "eval perplexity", "generate",
+                                      "export", "import", "info", "verify"}) {
+        const auto help = fenwick(command + " --help");
+        EXPECT_EQ(help.exit_code, 0) << command;
+        EXPECT_THAT(help.output, HasSubstr("Example:\n  fenwick ")) << command;
+    }
+}
+
+TEST_F(CommandLine, BadInputGivesOneLineAndExitCode2) {
+    const std::string config = path("config.yaml");
+    // The command line itself
+    expect_refused("", "subcommand is required");
+    expect_refused("trian", "trian");
+    expect_refused("train", "config");
+    expect_refused("--log-level loud info " + config, "log level 'loud' is unknown");
+    // Configs: unknown key with the nearest one and its line, wrong type, contradiction
+    write_text(path("typo.yaml"), read(config) + "  micro_bach: 2\n");
+    expect_refused("train " + path("typo.yaml"), "typo.yaml:18: unknown key 'train.micro_bach'; did you mean 'micro_batch'?");
+    expect_refused("train " + config + " --set train.steps=ten", "train.steps is 'ten'");
+    expect_refused("train " + config + " --set model.nonsense=1", "unknown key 'model.nonsense'");
+    expect_refused("train " + config + " --set train.batch_size=4 --set train.micro_batch=3 --run-dir " + path("new"), "micro_batch");
+    expect_refused("train " + path("absent.yaml"), "absent.yaml");
+    // A run that exists
+    expect_refused("train " + config, "run");
+    // Files: missing, foreign, truncated, damaged
+    expect_refused("eval perplexity " + path("absent") + " " + path("valid.h5"), "absent");
+    expect_refused("eval perplexity " + path("run") + " " + path("absent.h5"), "absent.h5");
+    expect_refused("eval perplexity " + path("run") + " " + path("text.txt"), "text.txt");
+    expect_refused("info " + path("text.txt"), "text.txt");
+    const std::string tokens = read(path("train.h5"));
+    write_text(path("short.h5"), tokens.substr(0, tokens.size() / 2));
+    expect_refused("info " + path("short.h5"), "short.h5");
+    const std::string checkpoint = read(path("run/checkpoints/step_20.h5"));
+    write_text(path("short_checkpoint.h5"), checkpoint.substr(0, checkpoint.size() * 2 / 3));
+    expect_refused("generate " + path("short_checkpoint.h5"), "short_checkpoint.h5");
+    // Data: nothing to tokenize, a tokenizer that is none, a vocabulary that is too small
+    write_text(path("empty.txt"), "");
+    expect_refused("tokenize " + path("empty.txt") + " -o " + path("empty.h5"), "empty.txt");
+    EXPECT_EQ(read(path("empty.h5")), "");
+    expect_refused("tokenize " + path("absent.txt") + " -o " + path("x.h5"), "absent.txt");
+    expect_refused("tokenize " + path("text.txt") + " --tokenizer " + path("valid.txt") + " -o " + path("x.h5"), "valid.txt");
+    expect_refused("train " + config + " --set model.vocab_size=100 --run-dir " + path("small"), "vocab");
+    // A checkpoint of another model
+    expect_refused("train " + config + " --resume auto --set model.hidden_size=64", "hidden_size");
+}
+
+TEST_F(CommandLine, InvalidUtf8IsTextForTheByteTokenizer) {
+    write_text(path("binary.txt"), std::string("\xff\xfe\x00\x80 broken \xc3", 13));
+    EXPECT_EQ(fenwick("tokenize " + path("binary.txt") + " -o " + path("binary.h5")).exit_code, 0);
+    EXPECT_THAT(fenwick("info " + path("binary.h5")).output, HasSubstr("text bytes"));
+}
+
+}  // namespace

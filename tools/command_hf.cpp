@@ -1,0 +1,104 @@
+// fenwick import, fenwick export: models in the layout of Hugging Face.
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <map>
+
+#include "base/files.h"
+#include "model/hf_layout.h"
+#include "tools/command.h"
+#include "tools/file_kind.h"
+#include "train/checkpoint.h"
+
+namespace fenwick::tools {
+namespace {
+
+struct ExportCommand {
+    std::string model, folder, dtype = "float32";
+    model::ExportOptions options;
+    double shard_gb = 5;
+};
+
+void run_export(ExportCommand command, bool quiet) {
+    static const std::map<std::string, model::safetensors::Type> types = {{"float32", model::safetensors::Type::float32},
+                                                                          {"bfloat16", model::safetensors::Type::bfloat16},
+                                                                          {"float16", model::safetensors::Type::float16}};
+    const train::LoadedModel loaded = train::load_model(checkpoint_of(command.model));
+    command.options.dtype = types.at(command.dtype);
+    command.options.max_shard_bytes = static_cast<std::int64_t>(command.shard_gb * 1e9);
+    const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);
+    command.options.eos_token_id = tokenizer->end_of_document();
+    model::export_hf(loaded.model, command.folder, command.options);
+    if (loaded.tokenizer.kind == "sentencepiece")
+        write_file_atomically((std::filesystem::path(command.folder) / "tokenizer.model").string(), loaded.tokenizer.definition);
+    if (!quiet)
+        std::printf("%s: %s, %lld parameters in %s\n", command.folder.c_str(),
+                    std::string(model::name_of(loaded.model.config().type)).c_str(),
+                    static_cast<long long>(loaded.model.parameter_count()), command.dtype.c_str());
+}
+
+struct ImportCommand {
+    std::string folder, output, tokenizer;
+    std::int64_t sequence_length = 2048;
+};
+
+void run_import(const ImportCommand& command, bool quiet) {
+    namespace fs = std::filesystem;
+    std::string source = command.tokenizer;
+    if (source.empty()) {
+        source = (fs::path(command.folder) / "tokenizer.model").string();
+        FENWICK_CHECK(fs::exists(source), "{} has no tokenizer.model; name the model's tokenizer with --tokenizer", command.folder);
+    }
+    const auto tokenizer = open_tokenizer_of(source);
+    const model::LanguageModel imported = model::import_hf(command.folder, cpu_device, DType::float32);
+    FENWICK_CHECK(tokenizer->vocab_size() <= imported.config().vocab_size,
+                  "tokenizer {} has {} ids, the model in {} only {}; name the tokenizer that it was trained with", source,
+                  tokenizer->vocab_size(), command.folder, imported.config().vocab_size);
+    train::RunConfig config;
+    config.model = imported.config();
+    config.run_dir = fs::path(command.output).replace_extension().string();
+    config.data.train = {command.folder};
+    config.data.sequence_length = command.sequence_length;
+    config.train.steps = 1;
+    const train::CheckpointHeader header = {
+        .config = train::to_yaml(config),
+        .tokenizer = {tokenizer->kind(), tokenizer->identity(), tokenizer->definition()},
+    };
+    train::save_checkpoint(command.output, header, train::Optimizer(imported.parameters(), config.optimizer));
+    if (!quiet)
+        std::printf("%s: %s, %lld parameters\n", command.output.c_str(),
+                    std::string(model::name_of(imported.config().type)).c_str(), static_cast<long long>(imported.parameter_count()));
+}
+
+}  // namespace
+
+void add_export(CLI::App& app, const GlobalOptions& global) {
+    auto options = std::make_shared<ExportCommand>();
+    CLI::App* command = add_command(app, "export", "Write a model as a Hugging Face folder (config.json, model.safetensors)",
+                                    "fenwick export runs/log_linear_mamba2 exported --dtype bfloat16", options,
+                                    [&global](const ExportCommand& given) { run_export(given, global.quiet); });
+    command->add_option("model", options->model, "Checkpoint, or run folder (its newest complete checkpoint)")->required();
+    command->add_option("folder", options->folder, "Folder to write")->required();
+    command->add_option("--dtype", options->dtype, "float32 (exact), bfloat16 or float16")
+        ->check(CLI::IsMember({"float32", "bfloat16", "float16"}))
+        ->capture_default_str();
+    command->add_flag("--llama-names", options->options.llama_names, "A Transformer under the names of transformers' Llama");
+    command->add_option("--shard-gb", options->shard_gb, "Largest file, in GB")->check(CLI::Range(1e-6, 1e6))->capture_default_str();
+}
+
+void add_import(CLI::App& app, const GlobalOptions& global) {
+    auto options = std::make_shared<ImportCommand>();
+    CLI::App* command = add_command(app, "import", "Make a checkpoint from a Hugging Face folder",
+                                    "fenwick import exported --output imported.h5", options,
+                                    [&global](const ImportCommand& given) { run_import(given, global.quiet); });
+    command->add_option("folder", options->folder, "Folder with config.json and model.safetensors (or shards)")->required();
+    command->add_option("--output,-o", options->output, "Checkpoint to write (.h5)")->required();
+    command->add_option("--tokenizer", options->tokenizer,
+                        "bytes, a SentencePiece .model, or a file that holds the tokenizer (default: the folder's tokenizer.model)");
+    command->add_option("--sequence-length", options->sequence_length, "Default context of evaluation")
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
+        ->capture_default_str();
+}
+
+}  // namespace fenwick::tools
