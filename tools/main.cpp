@@ -63,6 +63,10 @@ int main(int argc, char** argv) {
     } catch (const CLI::Success& request) {  // --help, --version
         return app.exit(request);
     } catch (const CLI::ParseError& error) {
+        // CLI11 misses the subcommand before it sees that a word is none.
+        if (app.get_subcommands().empty() && app.remaining_size() > 0)
+            return report(("unknown command '" + app.remaining().front() + "'; fenwick --help lists the commands").c_str(),
+                          exit_bad_input);
         return report(error.what(), exit_bad_input);
     } catch (const fenwick::Error& error) {
         return report(error.what(), exit_bad_input);
