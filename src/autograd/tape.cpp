@@ -1,10 +1,20 @@
 #include "autograd/tape.h"
 
+#include <utility>
+
 namespace fenwick {
+namespace {
 
-thread_local Tape* Tape::current_ = nullptr;
+thread_local Tape* current_tape = nullptr;
 
-Tape* Tape::current() { return current_; }
+}  // namespace
+
+Tape* Tape::current() { return current_tape; }
+
+Recording::Recording(Tape& tape) : previous_(std::exchange(current_tape, &tape)) {}
+Recording::~Recording() { current_tape = previous_; }
+NoRecording::NoRecording() : previous_(std::exchange(current_tape, nullptr)) {}
+NoRecording::~NoRecording() { current_tape = previous_; }
 
 void Tape::push(std::string_view name, std::vector<std::shared_ptr<Gradient>> outputs, std::function<void()> backward) {
     nodes_.push_back({name, std::move(outputs), std::move(backward)});

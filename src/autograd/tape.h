@@ -33,10 +33,6 @@ public:
     void clear() { nodes_.clear(); }
 
 private:
-    friend class Recording;
-    friend class NoRecording;
-    static thread_local Tape* current_;
-
     struct Node {
         std::string_view name;  // a literal
         std::vector<std::shared_ptr<Gradient>> outputs;
@@ -48,8 +44,8 @@ private:
 // While it lives, this thread records on `tape`.
 class Recording {
 public:
-    explicit Recording(Tape& tape) : previous_(Tape::current_) { Tape::current_ = &tape; }
-    ~Recording() { Tape::current_ = previous_; }
+    explicit Recording(Tape& tape);
+    ~Recording();
     Recording(const Recording&) = delete;
     Recording& operator=(const Recording&) = delete;
 
@@ -60,8 +56,8 @@ private:
 // While it lives, this thread does not record.
 class NoRecording {
 public:
-    NoRecording() : previous_(Tape::current_) { Tape::current_ = nullptr; }
-    ~NoRecording() { Tape::current_ = previous_; }
+    NoRecording();
+    ~NoRecording();
     NoRecording(const NoRecording&) = delete;
     NoRecording& operator=(const NoRecording&) = delete;
 
