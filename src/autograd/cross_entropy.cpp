@@ -30,7 +30,7 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets) {
                                             .gradient_scale = scale});
     const Tensor loss = scaled_sum(losses, scale);
     return record("cross_entropy", loss, {logits}, [work, dlogits = logits.gradient()](const Tensor& dloss) {
-        scale_in_place(work, dloss.item());
+        scale_in_place(work, dloss);
         dlogits->add(work);
     });
 }

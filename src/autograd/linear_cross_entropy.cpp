@@ -74,13 +74,12 @@ LinearCrossEntropy linear_cross_entropy(const Variable& x, const Variable& weigh
     }
     const Variable loss = record("linear_cross_entropy", scaled_sum(token_nll, 1.0 / normalizer), {x, weight},
                                  [dx, dweight, dinput = x.gradient(), dmatrix = weight.gradient()](const Tensor& dloss) {
-                                     const double factor = dloss.item();
                                      if (dx.defined()) {
-                                         scale_in_place(dx, factor);
+                                         scale_in_place(dx, dloss);
                                          dinput->add(dx);
                                      }
                                      if (dweight.defined()) {
-                                         scale_in_place(dweight, factor);
+                                         scale_in_place(dweight, dloss);
                                          dmatrix->add(dweight);
                                      }
                                  });

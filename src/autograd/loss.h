@@ -36,11 +36,9 @@ inline Tensor scaled_sum(const Tensor& values, double factor) {
     return result;
 }
 
-// x *= factor, x contiguous; nothing to do for 1, the usual gradient of a loss.
-inline void scale_in_place(const Tensor& x, double factor) {
-    if (factor == 1.0) return;
-    kernels::axpby(exec_of(x), {.x_dtype = x.dtype(), .y_dtype = x.dtype(), .rows = x.rows(), .columns = x.columns(),
-                                .x_stride = x.columns(), .y_stride = x.columns(), .a = factor, .x = x.data(), .y = x.data()});
+// x *= factor, x contiguous, factor one element of x's gate dtype on the same device.
+inline void scale_in_place(const Tensor& x, const Tensor& factor) {
+    kernels::scale_by(exec_of(x), {.dtype = x.dtype(), .count = x.count(), .factor = factor.data(), .values = x.data()});
 }
 
 }  // namespace fenwick::ops

@@ -3,6 +3,7 @@
 #include "base/memory_cuda.h"
 
 #include <array>
+#include <cstring>
 #include <limits>
 #include <mutex>
 
@@ -40,6 +41,37 @@ cudaStream_t enter(int device) {
     return state.stream;
 }
 
+// Small uploads go through pinned memory, slot after slot, so that the host neither waits for the GPU nor has to keep its
+// buffer: a training step queues its batches without a stop. A slot is taken again when its last copy is done.
+class UploadRing {
+public:
+    static constexpr std::size_t slot_bytes = std::size_t{1} << 20;
+
+    void upload(cudaStream_t stream, void* to, const void* from, std::size_t bytes) {
+        std::lock_guard lock(mutex_);
+        Slot& slot = slots_[next_];
+        next_ = (next_ + 1) % slots_.size();
+        if (slot.memory == nullptr) {
+            FENWICK_CUDA_CHECK(cudaHostAlloc(&slot.memory, slot_bytes, cudaHostAllocPortable));
+            FENWICK_CUDA_CHECK(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming));
+        } else {
+            FENWICK_CUDA_CHECK(cudaEventSynchronize(slot.done));
+        }
+        std::memcpy(slot.memory, from, bytes);
+        FENWICK_CUDA_CHECK(cudaMemcpyAsync(to, slot.memory, bytes, cudaMemcpyHostToDevice, stream));
+        FENWICK_CUDA_CHECK(cudaEventRecord(slot.done, stream));
+    }
+
+private:
+    struct Slot {
+        void* memory = nullptr;
+        cudaEvent_t done = nullptr;
+    };
+    std::mutex mutex_;
+    std::array<Slot, 8> slots_;
+    std::size_t next_ = 0;
+};
+
 }  // namespace
 
 int cuda_device_count() {
@@ -50,6 +82,12 @@ int cuda_device_count() {
         return 0;
     }();
     return count;
+}
+
+std::string cuda_device_name(int device) {
+    cudaDeviceProp properties{};
+    FENWICK_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    return properties.name;
 }
 
 namespace detail {
@@ -105,8 +143,39 @@ void cuda_copy(Device to_device, void* to, Device from_device, const void* from,
         FENWICK_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
         return;
     }
+    if (to_device.is_cuda() && bytes <= UploadRing::slot_bytes) {
+        static auto* rings = new std::array<UploadRing, max_devices>;  // an event belongs to its GPU
+        (*rings)[static_cast<std::size_t>(to_device.index)].upload(stream, to, from, bytes);
+        return;
+    }
     const auto kind = to_device.is_cuda() ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     FENWICK_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, stream));
+    FENWICK_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+void* cuda_event_create(int device) {
+    (void)enter(device);
+    cudaEvent_t event = nullptr;
+    FENWICK_CUDA_CHECK(cudaEventCreate(&event));
+    return event;
+}
+
+void cuda_event_destroy(void* event) noexcept { (void)cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
+
+void cuda_event_record(int device, void* event) {
+    const cudaStream_t stream = enter(device);
+    FENWICK_CUDA_CHECK(cudaEventRecord(static_cast<cudaEvent_t>(event), stream));
+}
+
+double cuda_event_seconds(void* from, void* to) {
+    FENWICK_CUDA_CHECK(cudaEventSynchronize(static_cast<cudaEvent_t>(to)));
+    float milliseconds = 0;
+    FENWICK_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)));
+    return 1e-3 * static_cast<double>(milliseconds);
+}
+
+void cuda_synchronize(int device) {
+    const cudaStream_t stream = enter(device);
     FENWICK_CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 

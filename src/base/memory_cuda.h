@@ -4,12 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <string>
+
 #include "base/device.h"
 
 namespace fenwick {
 
 // Number of GPUs this process can use; 0 in a build without CUDA or without a driver. Never throws.
 int cuda_device_count();
+// "NVIDIA H200". Throws Error if there is no such GPU.
+std::string cuda_device_name(int device);
 
 namespace detail {
 void* cuda_allocate(int device, std::size_t bytes);  // nullptr when out of memory
@@ -17,6 +21,12 @@ void cuda_release(int device, void* data) noexcept;
 void cuda_fill(int device, void* data, std::uint8_t value, std::size_t bytes);
 void* cuda_stream(int device);  // the stream that work on this GPU is ordered on (a cudaStream_t)
 void cuda_copy(Device to_device, void* to, Device from_device, const void* from, std::size_t bytes);
+// Events: marks in the stream's order, between which time can be read.
+void* cuda_event_create(int device);
+void cuda_event_destroy(void* event) noexcept;
+void cuda_event_record(int device, void* event);
+double cuda_event_seconds(void* from, void* to);  // waits for `to`
+void cuda_synchronize(int device);                // waits for all work queued on this GPU's stream
 }  // namespace detail
 
 }  // namespace fenwick

@@ -9,6 +9,7 @@ namespace {
 }  // namespace
 
 int cuda_device_count() { return 0; }
+std::string cuda_device_name(int) { no_cuda(); }
 
 namespace detail {
 void* cuda_allocate(int, std::size_t) { no_cuda(); }
@@ -16,6 +17,11 @@ void cuda_release(int, void*) noexcept {}
 void cuda_fill(int, void*, std::uint8_t, std::size_t) { no_cuda(); }
 void* cuda_stream(int) { no_cuda(); }
 void cuda_copy(Device, void*, Device, const void*, std::size_t) { no_cuda(); }
+void* cuda_event_create(int) { no_cuda(); }
+void cuda_event_destroy(void*) noexcept {}
+void cuda_event_record(int, void*) { no_cuda(); }
+double cuda_event_seconds(void*, void*) { no_cuda(); }
+void cuda_synchronize(int) { no_cuda(); }
 }  // namespace detail
 
 }  // namespace fenwick

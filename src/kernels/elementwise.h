@@ -35,6 +35,16 @@ struct Fill {
 };
 FENWICK_KERNEL(fill, Fill)
 
+// values[i] *= factor[0], a number that the device holds, so that the host need not wait for it. Nothing is touched for a
+// factor of 1, the usual gradient of a loss.
+struct ScaleBy {
+    DType dtype;
+    std::int64_t count = 0;
+    const void* factor = nullptr;  // gate dtype
+    void* values = nullptr;
+};
+FENWICK_KERNEL(scale_by, ScaleBy)
+
 // y = x * scale[head] broadcast over the head's columns: x, y [tokens, heads, width]; scale [tokens, heads] (gate dtype).
 // Mamba-2's v = x * dt.
 struct ScaleHeads {

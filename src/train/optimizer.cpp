@@ -9,13 +9,13 @@ namespace {
 
 constexpr std::int64_t alignment = 64;  // elements: slices start at cache lines, and vector loads are aligned
 
-double sum_squares(const Tensor& tensor) {
+Tensor sum_squares(const Tensor& tensor) {
     Tensor total = Tensor::empty({1}, DType::float64, tensor.device());
     const void* const data = tensor.data();
     const std::int64_t count = tensor.count();
     kernels::sum_squares(exec_of(tensor), {.dtype = tensor.dtype(), .tensor_count = 1, .tensors = &data, .counts = &count,
                                            .total = total.as<double>()});
-    return total.item();
+    return total;
 }
 
 }  // namespace
@@ -62,7 +62,8 @@ void Optimizer::zero_gradients() {
         if (!parameter.variable.gradient()->defined()) parameter.variable.gradient()->zero();
 }
 
-double Optimizer::gradient_norm() const { return std::sqrt(sum_squares(gradients_)); }
+Tensor Optimizer::gradient_squares() const { return sum_squares(gradients_); }
+double Optimizer::gradient_norm() const { return std::sqrt(gradient_squares().item()); }
 
 void Optimizer::update(std::int64_t step, double learning_rate, double gradient_norm) {
     std::vector<kernels::AdamWTensor> tensors;
@@ -89,9 +90,9 @@ void Optimizer::update(std::int64_t step, double learning_rate, double gradient_
 
 std::string Optimizer::first_not_finite() const {
     for (const auto& parameter : parameters_)
-        if (!std::isfinite(sum_squares(parameter.variable.value()))) return "weights of " + parameter.name;
+        if (!std::isfinite(sum_squares(parameter.variable.value()).item())) return "weights of " + parameter.name;
     for (std::size_t i = parameters_.size(); i-- > 0;)
-        if (!std::isfinite(sum_squares(slice(gradients_, i)))) return "gradient of " + parameters_[i].name;
+        if (!std::isfinite(sum_squares(slice(gradients_, i)).item())) return "gradient of " + parameters_[i].name;
     return "";
 }
 

@@ -23,7 +23,9 @@ public:
     Tensor second_moment(std::size_t parameter) const { return slice(second_moments_, parameter); }
 
     void zero_gradients();
-    double gradient_norm() const;  // over all parameters; not finite if any gradient is not
+    // Sum of squares of all gradients, float64 [1], on their device, which the host need not wait for yet.
+    Tensor gradient_squares() const;
+    double gradient_norm() const;  // its root; not finite if any gradient is not
     // Update number `step` (from 1) at `learning_rate`, with gradients clipped to the configured norm.
     void update(std::int64_t step, double learning_rate, double gradient_norm);
 

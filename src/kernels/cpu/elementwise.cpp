@@ -102,6 +102,17 @@ void fill(const Exec&, const Fill& args) {
     });
 }
 
+void scale_by(const Exec&, const ScaleBy& args) {
+    dispatch_cpu_float("scale_by", args.dtype, [&]<class T>(TypeTag<T>) {
+        const T factor = *static_cast<const T*>(args.factor);
+        auto* values = static_cast<T*>(args.values);
+        if (factor == T{1}) return;
+        parallel_for(0, args.count, grain_elements, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t i = begin; i < end; ++i) values[i] *= factor;
+        });
+    });
+}
+
 void scale_heads_forward(const Exec&, const ScaleHeads& args) {
     dispatch_cpu_float("scale_heads", args.dtype, [&]<class T>(TypeTag<T>) {
         const auto* x = static_cast<const T*>(args.x);

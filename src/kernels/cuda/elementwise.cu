@@ -65,6 +65,19 @@ __global__ void fill_kernel(T* values, std::int64_t count, T value) {
     for_each_cell<1>(1, count, [&](std::int64_t, std::int64_t i) { values[i] = value; });
 }
 
+template <class T, int V>
+__global__ void scale_by_kernel(T* values, std::int64_t count, const float* factor) {
+    const float scale = *factor;
+    if (scale == 1.0f) return;
+    for_each_cell<V>(1, count, [&](std::int64_t, std::int64_t i) {
+        float x[V];
+        load(x, values + i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) x[j] *= scale;
+        store(values + i, x);
+    });
+}
+
 }  // namespace
 
 void axpby(const Exec& exec, const Axpby& given) {
@@ -138,6 +151,17 @@ void fill(const Exec& exec, const Fill& args) {
         case DType::uint8:
             return fill_as(static_cast<std::uint8_t>(args.value));
     }
+}
+
+void scale_by(const Exec& exec, const ScaleBy& args) {
+    const OperatorScope scope("scale_by", exec);
+    dispatch("scale_by", args.dtype, [&]<class T>(TypeTag<T>) {
+        dispatch_width(can_use_wide({args.count}, {args.values}), [&](auto v) {
+            const auto [grid, block] = cell_grid(1, args.count, v);
+            launch("scale_by", exec, scale_by_kernel<T, v()>, grid, block, 0, static_cast<T*>(args.values), args.count,
+                   static_cast<const float*>(args.factor));
+        });
+    });
 }
 
 // ---- scale_heads, head_skip ------------------------------------------------------------------------------------------
