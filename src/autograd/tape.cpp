@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/timer.h"
+
 namespace fenwick {
 namespace {
 
@@ -18,6 +20,7 @@ NoRecording::~NoRecording() { current_tape = previous_; }
 
 void Tape::push(std::string_view name, std::vector<std::shared_ptr<Gradient>> outputs, std::function<void()> backward) {
     nodes_.push_back({name, std::move(outputs), std::move(backward)});
+    if (profiling()) lap(name, "forward");
 }
 
 void Tape::backward(const Variable& output, Tensor seed) {
@@ -36,6 +39,7 @@ void Tape::backward(const std::vector<std::pair<Variable, Tensor>>& outputs_and_
         bool reached = false;
         for (const auto& gradient : node.outputs) reached = reached || gradient->defined();
         if (reached) node.backward();
+        if (profiling()) lap(node.name, "backward");
     }
 }
 
