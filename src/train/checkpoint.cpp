@@ -213,7 +213,7 @@ void remove_old_checkpoints(const std::string& folder, std::int64_t keep) {
         fs::remove(checkpoint_path(folder, steps[i]), ignored);
 }
 
-LoadedModel load_model(const std::string& path, Device device, DType compute_dtype) {
+LoadedModel load_model(const std::string& path, Device device, std::optional<DType> compute_dtype) {
     std::string file_path = path;
     if (fs::is_directory(path)) {
         const auto newest = latest_complete(path + "/checkpoints");
@@ -223,7 +223,9 @@ LoadedModel load_model(const std::string& path, Device device, DType compute_dty
     const hdf5::File file = open_checkpoint(file_path);
     CheckpointHeader header = read_header(file);
     RunConfig config = parse_config(header.config, file_path);
-    model::LanguageModel model(config.model, device, gate_dtype(compute_dtype), compute_dtype);
+    const bool as_trained = device.is_cuda() && config.train.dtype == DType::bfloat16;
+    const DType dtype = compute_dtype.value_or(as_trained ? DType::bfloat16 : DType::float32);
+    model::LanguageModel model(config.model, device, gate_dtype(dtype), dtype);
     for (const auto& parameter : model.parameters())
         read_tensor(file, weight_name(parameter.name), parameter.variable.value());
     return {.config = std::move(config), .model = std::move(model), .tokenizer = std::move(header.tokenizer),

@@ -57,7 +57,8 @@ struct LoadedModel {
     TokenizerInfo tokenizer;
     std::int64_t step = 0;
 };
-// `path`: a checkpoint, or a run folder (its newest complete checkpoint).
-LoadedModel load_model(const std::string& path, Device device = cpu_device, DType compute_dtype = DType::float32);
+// `path`: a checkpoint, or a run folder (its newest complete checkpoint). Activations have `compute_dtype`; if it is not
+// given, float32 on the CPU and the dtype of the training on a GPU.
+LoadedModel load_model(const std::string& path, Device device = cpu_device, std::optional<DType> compute_dtype = {});
 
 }  // namespace fenwick::train

@@ -6,8 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "base/memory_cuda.h"
+
 #ifdef FENWICK_HAVE_MPI
 #include <mpi.h>
+#endif
+#ifdef FENWICK_HAVE_NCCL
+#include "train/communicator_nccl.h"
 #endif
 
 namespace fenwick::train {
@@ -47,6 +52,10 @@ public:
         check(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
         check(MPI_Comm_rank(MPI_COMM_WORLD, &rank_), "MPI_Comm_rank");
         check(MPI_Comm_size(MPI_COMM_WORLD, &size_), "MPI_Comm_size");
+        MPI_Comm machine = MPI_COMM_NULL;
+        check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &machine), "MPI_Comm_split_type");
+        check(MPI_Comm_rank(machine, &local_rank_), "MPI_Comm_rank");
+        check(MPI_Comm_free(&machine), "MPI_Comm_free");
     }
     // While an exception leaves this process, the others may be waiting in a collective call: MPI_Finalize would wait for
     // them for ever. Without it the launcher ends them when this process exits.
@@ -56,6 +65,7 @@ public:
 
     int rank() const override { return rank_; }
     int size() const override { return size_; }
+    int local_rank() const override { return local_rank_; }
 
     void all_reduce_sum(const Tensor& values) override {
         if (size_ == 1) return;
@@ -117,10 +127,31 @@ private:
         }
     }
 
-    int rank_ = 0, size_ = 1;
+    int rank_ = 0, size_ = 1, local_rank_ = 0;
 };
 
 #endif  // FENWICK_HAVE_MPI
+
+#ifdef FENWICK_HAVE_NCCL
+
+bool wants_nccl(Communicator& start) {
+    const char* text = std::getenv("FENWICK_NCCL");
+    const std::string setting = text != nullptr ? text : "";
+    if (setting == "0" || (start.size() == 1 && setting != "1")) return false;
+    // All or none: processes that lack a GPU, or share one.
+    const Tensor without = Tensor::full({1}, start.local_rank() < cuda_device_count() ? 0.0 : 1.0, DType::float64);
+    start.all_reduce_sum(without);
+    return without.item() == 0;
+}
+
+#endif  // FENWICK_HAVE_NCCL
+
+std::unique_ptr<Communicator> over_nccl_if_wanted(std::unique_ptr<Communicator> start) {
+#ifdef FENWICK_HAVE_NCCL
+    if (wants_nccl(*start)) return with_nccl(std::move(start));
+#endif
+    return start;
+}
 
 }  // namespace
 
@@ -129,12 +160,12 @@ std::unique_ptr<Communicator> single_process() { return std::make_unique<SingleP
 std::unique_ptr<Communicator> make_communicator() {
     const int processes = launched_processes();
 #ifdef FENWICK_HAVE_MPI
-    if (processes > 0) return std::make_unique<Mpi>();
+    if (processes > 0) return over_nccl_if_wanted(std::make_unique<Mpi>());
 #else
     FENWICK_CHECK(processes <= 1, "{} processes were started, but this program was built without MPI; install libopenmpi-dev "
                   "and build it again", processes);
 #endif
-    return single_process();
+    return over_nccl_if_wanted(single_process());
 }
 
 }  // namespace fenwick::train

@@ -20,6 +20,7 @@ std::string metrics_line(const StepReport& report) {
     if (report.valid_loss) line["valid_loss"] = *report.valid_loss;
     line["time_s"] = std::round(report.time_s * 1e3) / 1e3;
     line["tokens_per_s"] = std::round(report.tokens_per_s * 10) / 10;
+    if (report.mfu) line["mfu"] = std::round(*report.mfu * 1e4) / 1e4;
     return line.dump();
 }
 

@@ -19,6 +19,7 @@ struct StepReport {
     std::optional<double> valid_loss;
     double time_s = 0;        // since this process began the run or resumed it
     double tokens_per_s = 0;  // of this step, over all processes
+    std::optional<double> mfu;  // model FLOPs (model/costs.h) over the GPUs' dense bfloat16 peak, where that is known
 };
 
 // The line of a report, without the newline. Times come last, so that the rest can be compared byte for byte:

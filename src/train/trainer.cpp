@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <optional>
 
+#include "base/device_peaks.h"
 #include "base/files.h"
 #include "base/log.h"
 #include "base/memory_cuda.h"
@@ -55,15 +56,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-Device choose_device(const TrainConfig& train, const Communicator& communicator) {
-    const int gpus = train.device == DeviceChoice::cpu || train.dtype == DType::float64 ? 0 : cuda_device_count();
-    FENWICK_CHECK(train.device != DeviceChoice::cuda || gpus > 0,
-                  "train.device is cuda, but this program sees no GPU (or was built without CUDA); use cpu or auto");
-    FENWICK_CHECK(train.dtype != DType::bfloat16 || gpus > 0,
-                  "train.dtype is bfloat16, which needs a GPU, and none is seen; use float32");
-    return gpus > 0 ? Device{DeviceType::cuda, communicator.rank() % gpus} : cpu_device;
-}
-
 data::LoaderOptions loader_options(const std::vector<std::string>& files, const RunConfig& config, std::int64_t rows,
                                    bool shuffle) {
     return {.files = files,
@@ -80,13 +72,23 @@ void reduce(Communicator& communicator, std::vector<double>& values) {
     values = tensor.to_vector<double>();
 }
 
+// The values of one-element tensors of one device, read with one wait for it.
+std::vector<double> read_together(const std::vector<Tensor>& scalars) {
+    const Tensor all = Tensor::empty({static_cast<std::int64_t>(scalars.size())}, DType::float64, scalars.front().device());
+    for (std::size_t i = 0; i < scalars.size(); ++i) {
+        const auto at = static_cast<std::int64_t>(i);
+        all.narrow_rows(at, at + 1).copy_from(scalars[i].view({1}));
+    }
+    return all.to_vector<double>();
+}
+
 // ---- the loop ------------------------------------------------------------------------------------------------------------
 
 class Trainer {
 public:
     Trainer(RunConfig config, Communicator& communicator, Observer& observer)
         : config_(std::move(config)), communicator_(communicator), observer_(observer),
-          device_(choose_device(config_.train, communicator)),
+          device_(device_for(config_.train, communicator.local_rank())),
           loader_(loader_options(config_.data.train, config_, config_.train.batch_size, true)) {
         adopt_tokenizer();
         config_.model.validate();
@@ -94,6 +96,11 @@ public:
         model_->initialize(static_cast<std::uint64_t>(config_.train.seed));
         model_->set_recompute(config_.train.recompute);
         optimizer_.emplace(model_->parameters(), config_.optimizer);
+        flops_per_token_ = model::training_flops_per_token(config_.model, config_.data.sequence_length);
+        if (device_.is_cuda()) {
+            device_name_ = cuda_device_name(device_.index);
+            if (const auto peaks = peaks_of(device_name_)) peak_flops_ = peaks->bfloat16_flops * communicator_.size();
+        }
         if (!config_.data.valid.empty()) {
             const std::int64_t rows = config_.train.micro_batch * communicator_.size();
             validation_.emplace(loader_options({config_.data.valid}, config_, rows, false));
@@ -109,8 +116,8 @@ public:
         if (communicator_.is_root())
             observer_.on_start({.config = config_, .first_step = step_ + 1, .resumed_from = resumed_from,
                                 .parameter_count = model_->parameter_count(), .tokens_per_epoch = loader_.tokens_per_epoch(),
-                                .flops_per_token = model::training_flops_per_token(config_.model, config_.data.sequence_length),
-                                .device = device_, .processes = communicator_.size(), .memory = memory_stats(device_.type)});
+                                .flops_per_token = flops_per_token_, .device = device_, .device_name = device_name_,
+                                .peak_flops = peak_flops_, .processes = communicator_.size(), .memory = memory_stats(device_.type)});
 
         SignalScope signals;
         const auto& train = config_.train;
@@ -122,6 +129,7 @@ public:
             StepReport report = update(interrupted);
             report.tokens_per_s = static_cast<double>(report.tokens - tokens_) / seconds_since(step_start);
             tokens_ = report.tokens;
+            if (peak_flops_ > 0) report.mfu = report.tokens_per_s * flops_per_token_ / peak_flops_;
             if (validation_ && (last || is_due(train.validate_every))) report.valid_loss = validate();
             report.time_s = seconds_since(start_);
             if (communicator_.is_root()) {
@@ -234,14 +242,17 @@ private:
         loader_.advance();
 
         communicator_.all_reduce_sum(optimizer_->gradients());
+        // The only place of a step where the host waits for a GPU.
+        losses.push_back(optimizer_->gradient_squares());
+        const std::vector<double> values = read_together(losses);
         std::vector<double> sums{0.0, static_cast<double>(stop_requested)};
-        for (const auto& loss : losses) sums[0] += loss.item();
+        for (std::size_t i = 0; i + 1 < values.size(); ++i) sums[0] += values[i];
         reduce(communicator_, sums);
         stop = sums[1] > 0;
 
         StepReport report{.step = step_, .total_steps = train.steps, .tokens = tokens_ + valid, .loss = sums[0]};
         report.learning_rate = learning_rate(config_.schedule, config_.optimizer.learning_rate, step_, train.steps);
-        report.grad_norm = optimizer_->gradient_norm();
+        report.grad_norm = std::sqrt(values.back());
         report.skipped = !std::isfinite(report.loss) || !std::isfinite(report.grad_norm);
         if (report.skipped && train.on_nan == NanPolicy::stop) fail_not_finite(report);
         if (!report.skipped) optimizer_->update(step_, report.learning_rate, report.grad_norm);
@@ -290,11 +301,22 @@ private:
     std::optional<Optimizer> optimizer_;
     std::optional<MetricsFile> metrics_;
     std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    std::string device_name_;
+    double flops_per_token_ = 0, peak_flops_ = 0;
     std::int64_t step_ = 0;    // updates done, or the one in progress
     std::int64_t tokens_ = 0;  // targets trained on
 };
 
 }  // namespace
+
+Device device_for(const TrainConfig& train, int local_rank) {
+    const int gpus = train.device == DeviceChoice::cpu || train.dtype == DType::float64 ? 0 : cuda_device_count();
+    FENWICK_CHECK(train.device != DeviceChoice::cuda || gpus > 0,
+                  "train.device is cuda, but this program sees no GPU (or was built without CUDA); use cpu or auto");
+    FENWICK_CHECK(train.dtype != DType::bfloat16 || gpus > 0,
+                  "train.dtype is bfloat16, which needs a GPU, and none is seen; use float32");
+    return gpus > 0 ? Device{DeviceType::cuda, local_rank % gpus} : cpu_device;
+}
 
 EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer) {
     resolve_for_processes(config, communicator.size());

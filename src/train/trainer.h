@@ -18,6 +18,8 @@ struct StartReport {
     std::int64_t tokens_per_epoch = 0;
     double flops_per_token = 0;     // forward and backward; with tokens/s the speed that MFU is a share of
     Device device;
+    std::string device_name;        // "NVIDIA H200"; "" for the CPU
+    double peak_flops = 0;          // of all processes' GPUs in dense bfloat16; 0: not known
     int processes = 1;
     MemoryStats memory;
 };
@@ -46,6 +48,10 @@ enum class Resume : std::uint8_t {
     no,         // a run folder that already holds a run is refused
     automatic,  // from the newest complete checkpoint in the run folder; from the start if there is none
 };
+
+// Where a process trains that is number `local_rank` of those on its machine. Throws Error where there is no GPU and
+// train.device or train.dtype needs one.
+Device device_for(const TrainConfig& train, int local_rank);
 
 // Trains as configured. Writes run_dir/config.yaml, metrics.jsonl, checkpoints/step_N.h5 (rank 0 alone). A run that was
 // killed anywhere and resumed gives the bytes of an uninterrupted one, times aside.
