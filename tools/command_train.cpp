@@ -15,6 +15,16 @@ struct TrainOptions {
     std::string run_dir, resume = "no";
 };
 
+// "weights 3.3 GB, gradients 3.3 GB": the kinds that there are.
+std::string memory_text(const std::array<std::int64_t, memory_kind_count>& bytes) {
+    std::string text;
+    for (std::size_t kind = 0; kind < memory_kind_count; ++kind)
+        if (bytes[kind] > 0)
+            text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name_of(static_cast<MemoryKind>(kind)),
+                                bytes_text(static_cast<double>(bytes[kind])));
+    return text;
+}
+
 // The live line on a terminal; elsewhere a plain line now and then.
 class ProgressObserver final : public train::Observer {
 public:
@@ -31,6 +41,10 @@ public:
                      static_cast<long long>(config.train.steps),
                      count_text(static_cast<double>(config.train.batch_size * config.data.sequence_length)).c_str(),
                      config.run_dir.c_str());
+        std::fprintf(stderr, "%s: %s floating-point operations a token%s; memory %s\n",
+                     start.device_name.empty() ? "CPU" : start.device_name.c_str(), count_text(start.flops_per_token).c_str(),
+                     start.peak_flops > 0 ? fmt::format(", peak {}/s in bfloat16", count_text(start.peak_flops)).c_str() : "",
+                     memory_text(start.memory.bytes).c_str());
         if (!start.resumed_from.empty())
             std::fprintf(stderr, "resumed from %s at step %lld\n", start.resumed_from.c_str(),
                          static_cast<long long>(start.first_step - 1));
@@ -43,9 +57,10 @@ public:
         const double steps_here = static_cast<double>(report.step - first_step_ + 1);
         const double left = report.time_s / steps_here * static_cast<double>(report.total_steps - report.step);
         if (report.valid_loss) valid_ = fmt::format("  valid {:.4f}", *report.valid_loss);
-        progress_.show(fmt::format("step {}/{} ({:.0f}%)  loss {:.4f}{}  lr {:.2e}  grad norm {:.2f}  {} tokens/s  {} left{}",
+        progress_.show(fmt::format("step {}/{} ({:.0f}%)  loss {:.4f}{}  lr {:.2e}  grad norm {:.2f}  {} tokens/s{}  {} left{}",
                                    report.step, report.total_steps, 100 * done, report.loss, valid_, report.learning_rate,
-                                   report.grad_norm, count_text(speed_), duration_text(left),
+                                   report.grad_norm, count_text(speed_),
+                                   report.mfu ? fmt::format("  MFU {:.1f}%", 100 * *report.mfu) : "", duration_text(left),
                                    report.skipped ? "  update skipped: not finite" : ""),
                        report.valid_loss.has_value() || report.step == report.total_steps);
     }
@@ -55,9 +70,10 @@ public:
         if (quiet_) return;
         if (end.interrupted)
             std::fprintf(stderr, "interrupted after step %lld; continue with --resume auto\n", static_cast<long long>(end.step));
-        std::fprintf(stderr, "%s in %s, peak memory %s; checkpoint %s\n", end.interrupted ? "stopped" : "trained",
-                     duration_text(end.time_s).c_str(), bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
-                     end.checkpoint.c_str());
+        std::fprintf(stderr, "%s in %s; checkpoint %s\npeak memory %s: %s\n", end.interrupted ? "stopped" : "trained",
+                     duration_text(end.time_s).c_str(), end.checkpoint.c_str(),
+                     bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
+                     memory_text(end.memory.peak_bytes).c_str());
     }
 
 private:

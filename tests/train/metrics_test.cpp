@@ -21,6 +21,8 @@ TEST(Metrics, LinesHaveTheirTimesLast) {
     report.loss = NAN;
     EXPECT_EQ(metrics_line(report), R"({"step":3,"tokens":1536,"loss":null,"learning_rate":0.001,"grad_norm":0.5,)"
                                     R"("skipped":true,"valid_loss":4.5,"time_s":1.235,"tokens_per_s":1000.1})");
+    report.mfu = 0.31415;
+    EXPECT_TRUE(metrics_line(report).ends_with(R"("time_s":1.235,"tokens_per_s":1000.1,"mfu":0.3142})"));
 }
 
 TEST(Metrics, ResumingCutsOffLaterLines) {
