@@ -22,6 +22,7 @@ void add_eval(CLI::App& app, const GlobalOptions& global);
 void add_export(CLI::App& app, const GlobalOptions& global);
 void add_generate(CLI::App& app, const GlobalOptions& global);
 void add_import(CLI::App& app, const GlobalOptions& global);
+void add_bench(CLI::App& app, const GlobalOptions& global);
 void add_info(CLI::App& app, const GlobalOptions& global);
 void add_verify(CLI::App& app, const GlobalOptions& global);
 

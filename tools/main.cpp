@@ -55,6 +55,7 @@ int main(int argc, char** argv) {
     add_generate(app, global);
     add_export(app, global);
     add_import(app, global);
+    add_bench(app, global);
     add_info(app, global);
     add_verify(app, global);
 

@@ -1,0 +1,399 @@
+// fenwick bench: how long operators, training steps and the device itself take.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "base/device_peaks.h"
+#include "base/files.h"
+#include "base/memory_cuda.h"
+#include "base/random.h"
+#include "base/timer.h"
+#include "data/token_file.h"
+#include "kernels/gemm.h"
+#include "model/costs.h"
+#include "tools/command.h"
+#include "tools/device_option.h"
+#include "tools/operator_case.h"
+#include "tools/progress.h"
+#include "train/optimizer.h"
+#include "train/trainer.h"
+
+namespace fenwick::tools {
+namespace {
+
+using nlohmann::ordered_json;
+
+void print(const std::string& line) {
+    std::printf("%s\n", line.c_str());
+    std::fflush(stdout);
+}
+
+std::string device_text(Device device) { return device.is_cpu() ? "CPU" : cuda_device_name(device.index); }
+std::optional<DevicePeaks> peaks_of_device(Device device) {
+    return device.is_cpu() ? std::nullopt : peaks_of(cuda_device_name(device.index));
+}
+
+void write_json(const std::string& path, const ordered_json& json) {
+    if (!path.empty()) write_file_atomically(path, json.dump(2) + "\n");
+}
+
+// ---- measuring -----------------------------------------------------------------------------------------------------------
+
+struct Seconds {
+    double median = 0, lowest = 0;
+    std::int64_t repetitions = 0;
+};
+
+// Calls the bodies in turn, so that none finds its data in a cache, after a warm-up: for about `budget` seconds, or exactly
+// `repetitions` times if that is above 0. On a GPU all calls are queued at once, and the marks between them are in the
+// queue: what the host does between calls does not count while the GPU has work.
+Seconds measure(Device device, const std::vector<std::function<void()>>& bodies, double budget, std::int64_t repetitions) {
+    for (const auto& body : bodies) body();
+    synchronize(device);
+    const TimeMark begin(device);
+    bodies.front()();
+    const TimeMark end(device);
+    const double once = std::max(seconds_between(begin, end), 1e-7);
+    if (repetitions == 0) repetitions = std::clamp<std::int64_t>(static_cast<std::int64_t>(budget / once), 5, 500);
+    std::vector<TimeMark> marks;
+    marks.reserve(static_cast<std::size_t>(repetitions) + 1);
+    marks.emplace_back(device);
+    for (std::size_t i = 0; i < static_cast<std::size_t>(repetitions); ++i) {
+        bodies[i % bodies.size()]();
+        marks.emplace_back(device);
+    }
+    synchronize(device);
+    std::vector<double> times;
+    for (std::size_t i = 0; i + 1 < marks.size(); ++i) times.push_back(seconds_between(marks[i], marks[i + 1]));
+    std::sort(times.begin(), times.end());
+    return {times[times.size() / 2], times.front(), repetitions};
+}
+
+struct MeasureOptions {
+    std::string device = "auto", dtype, json;
+    std::int64_t repetitions = 0;
+    double budget = 1.0;
+
+    void add_to(CLI::App* command) {
+        add_device_option(command, device);
+        command->add_option("--dtype", dtype, "float32 or bfloat16 (default: bfloat16 on a GPU)")
+            ->check(CLI::IsMember({"float32", "bfloat16"}));
+        command->add_option("--repetitions", repetitions, "Calls to time (default: as many as fit into --seconds)")
+            ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
+        command->add_option("--seconds", budget, "Time for each figure, about")->check(CLI::Range(1e-3, 1e4))->capture_default_str();
+        command->add_option("--json", json, "Also write the results to this file");
+    }
+    DType type(Device where) const {
+        if (dtype.empty()) return where.is_cpu() ? DType::float32 : DType::bfloat16;
+        FENWICK_CHECK(dtype == "float32" || where.is_cuda(), "--dtype bfloat16 needs a GPU; use float32");
+        return dtype == "float32" ? DType::float32 : DType::bfloat16;
+    }
+};
+
+// ---- operators -----------------------------------------------------------------------------------------------------------
+
+double bytes_of(const std::vector<Variable>& variables) {
+    double total = 0;
+    for (const auto& variable : variables) total += static_cast<double>(variable.value().bytes());
+    return total;
+}
+
+std::vector<Tensor> seeds_like(const std::vector<Variable>& outputs) {
+    std::vector<Tensor> seeds;
+    for (const auto& output : outputs) seeds.push_back(Tensor::full(output.shape(), 1.0, output.dtype(), output.device()));
+    return seeds;
+}
+
+void run_backward(const OperatorCall& call, const std::vector<Tensor>& seeds) {
+    Tape tape;
+    std::vector<std::pair<Variable, Tensor>> outputs;
+    {
+        Recording recording(tape);
+        const auto results = call.call();
+        for (std::size_t i = 0; i < results.size(); ++i) outputs.emplace_back(results[i], seeds[i]);
+    }
+    tape.backward(outputs);
+    for (const auto& input : call.inputs)
+        if (input.requires_grad()) input.gradient()->clear();
+}
+
+struct OperatorCommand {
+    OperatorSizes sizes;
+    MeasureOptions measure;
+};
+
+void print_operator_header() {
+    print(fmt::format("{:<28}{:<20}{:>12}{:>12}{:>12}{:>9}{:>10}{:>9}", "operator", "pass", "median ms", "ns a token", "TFLOP/s",
+                      "of peak", "GB/s", "of peak"));
+}
+
+// One row a pass.
+ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, const MeasureOptions& options) {
+    const Device device = device_chosen(options.device);
+    const DType dtype = options.type(device);
+    const auto peaks = peaks_of_device(device);
+
+    std::vector<OperatorCall> calls;
+    calls.push_back(op.make(sizes, dtype, device, 1));
+    const double input_bytes = bytes_of(calls.front().inputs);
+    // Sets of inputs: more than a GPU's cache holds, but no more than 16 and no more than 4 GB.
+    const double wanted = std::clamp(512e6 / std::max(input_bytes, 1.0), 1.0, 16.0);
+    const auto sets = static_cast<std::size_t>(std::clamp(wanted + 1, 1.0, std::max(1.0, 4e9 / input_bytes)));
+    for (std::size_t i = 1; i < sets; ++i) calls.push_back(op.make(sizes, dtype, device, 1 + 100 * i));
+
+    std::vector<Variable> outputs = calls.front().call();
+    const double output_bytes = bytes_of(outputs);
+    const std::vector<Tensor> seeds = calls.front().differentiable ? seeds_like(outputs) : std::vector<Tensor>();
+    outputs.clear();
+
+    ordered_json rows = ordered_json::array();
+    const auto row = [&](const char* pass, const std::vector<std::function<void()>>& bodies, double flops, double bytes) {
+        const Seconds time = measure(device, bodies, options.budget, options.repetitions);
+        const double tokens = static_cast<double>(sizes.at("tokens"));
+        const bool matrix = flops > 0 && peaks && dtype == DType::bfloat16;
+        print(fmt::format("{:<28}{:<20}{:>12.4f}{:>12.2f}{:>12}{:>9}{:>10.0f}{:>9}", op.name, pass, 1e3 * time.median,
+                          1e9 * time.median / tokens, flops > 0 ? fmt::format("{:.2f}", 1e-12 * flops / time.median) : "",
+                          matrix ? fmt::format("{:.1f}%", 100 * flops / time.median / peaks->bfloat16_flops) : "",
+                          1e-9 * bytes / time.median,
+                          peaks ? fmt::format("{:.1f}%", 100 * bytes / time.median / peaks->bandwidth) : ""));
+        ordered_json json = {{"operator", op.name}, {"pass", pass}, {"device", device_text(device)}, {"dtype", std::string(name_of(dtype))}};
+        for (const auto& [name, size] : sizes) json[name] = size;
+        json["median_s"] = time.median;
+        json["lowest_s"] = time.lowest;
+        json["repetitions"] = time.repetitions;
+        json["flops"] = flops;
+        json["bytes"] = bytes;
+        rows.push_back(std::move(json));
+    };
+    std::vector<std::function<void()>> forward, both;
+    for (const auto& call : calls) {
+        forward.push_back([&call] { (void)call.call(); });
+        both.push_back([&call, &seeds] { run_backward(call, seeds); });
+    }
+    // Bytes that must move: inputs are read and outputs written; backward reads the inputs and the gradient of the outputs
+    // and writes the gradients of the inputs.
+    row("forward", forward, calls.front().flops, input_bytes + output_bytes);
+    if (calls.front().differentiable)
+        row("forward + backward", both, 3 * calls.front().flops, 3 * input_bytes + 2 * output_bytes);
+    return rows;
+}
+
+void add_operators(CLI::App& bench) {
+    for (const OperatorCase& op : operator_cases()) {
+        auto options = std::make_shared<OperatorCommand>();
+        options->sizes = op.sizes;
+        CLI::App* command = add_command(bench, op.name.c_str(), "Time this operator",
+                                        ("fenwick bench " + op.name + " --tokens 65536 --length 16384").c_str(), options,
+                                        [&op](const OperatorCommand& given) {
+                                            print_operator_header();
+                                            write_json(given.measure.json, bench_operator(op, given.sizes, given.measure));
+                                        });
+        command->group("Operators");
+        for (auto& [name, size] : options->sizes) {
+            const bool may_be_zero = name == "levels";
+            command->add_option("--" + name, size, name == "tokens"   ? "Tokens in all"
+                                                   : name == "length" ? "Tokens of a sequence"
+                                                   : may_be_zero      ? "Level scales a head; 0: as many as the length needs"
+                                                                      : "Size")
+                ->check(CLI::Range(std::int64_t{may_be_zero ? 0 : 1}, std::int64_t{1} << 40))
+                ->capture_default_str();
+        }
+        options->measure.add_to(command);
+    }
+    struct All {
+        std::int64_t tokens = 16384, length = 16384;
+        MeasureOptions measure;
+    };
+    auto options = std::make_shared<All>();
+    CLI::App* command = add_command(
+        bench, "operators", "Time every operator at the paper's sizes", "fenwick bench operators --length 4096 --json ops.json",
+        options, [](const All& given) {
+            print_operator_header();
+            ordered_json rows = ordered_json::array();
+            for (const OperatorCase& op : operator_cases()) {
+                OperatorSizes sizes = op.sizes;
+                sizes["tokens"] = given.tokens;
+                sizes["length"] = given.length;
+                try {
+                    for (auto& row : bench_operator(op, sizes, given.measure)) rows.push_back(std::move(row));
+                } catch (const Error& error) {  // an operator that the device lacks
+                    print(fmt::format("{:<28}{}", op.name, error.what()));
+                }
+            }
+            write_json(given.measure.json, rows);
+        });
+    command->add_option("--tokens", options->tokens, "Tokens in all")->capture_default_str();
+    command->add_option("--length", options->length, "Tokens of a sequence")->capture_default_str();
+    options->measure.add_to(command);
+}
+
+// ---- a training step -------------------------------------------------------------------------------------------------------
+
+struct StepCommand {
+    std::string config, json;
+    std::vector<std::string> overrides;
+    std::int64_t steps = 10;
+    bool operators = false;
+};
+
+void run_step(const StepCommand& command) {
+    train::RunConfig config = train::load_config(command.config, command.overrides);
+    if (config.model.vocab_size == 0 && std::filesystem::exists(config.data.train.front()))
+        config.model.vocab_size = data::TokenFile(config.data.train.front()).info().vocab_size;
+    FENWICK_CHECK(config.model.vocab_size > 0,
+                  "{} leaves the vocabulary to {}, which is not there; --set model.vocab_size=32000 would do", command.config,
+                  config.data.train.front());
+    train::resolve_for_processes(config, 1);
+    const Device device = train::device_for(config.train, 0);
+    const std::int64_t length = config.data.sequence_length, micro = config.train.micro_batch;
+    model::LanguageModel model(config.model, device, config.weight_dtype(), config.train.dtype);
+    model.initialize(static_cast<std::uint64_t>(config.train.seed));
+    model.set_recompute(config.train.recompute);
+    train::Optimizer optimizer(model.parameters(), config.optimizer);
+
+    // Random tokens: the speed does not depend on them.
+    Random random(5);
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(micro * length));
+    for (auto& id : ids) id = static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(config.model.vocab_size)));
+    const Tensor tokens = Tensor::from(ids, {micro, length}, device);
+    const auto layout = SequenceLayout::uniform(micro, length);
+    const double targets = static_cast<double>(config.train.batch_size * length);
+    std::int64_t step = 0;
+    double loss = 0;
+    const auto update = [&] {
+        optimizer.zero_gradients();
+        lap("zero gradients");
+        Tensor last;
+        for (std::int64_t row = 0; row < config.train.batch_size; row += micro) {
+            Tape tape;
+            Variable sum;
+            {
+                Recording recording(tape);
+                sum = model.loss(tokens, tokens, layout, targets).loss;
+            }
+            tape.backward(sum);
+            last = sum.value();
+        }
+        const double norm = optimizer.gradient_norm();
+        lap("gradient norm");
+        loss = last.item() * static_cast<double>(config.train.batch_size / micro);
+        optimizer.update(++step, config.optimizer.learning_rate * 0.01, norm);
+    };
+    print(fmt::format("{}, {} parameters, {}, {}; {} rows of {} tokens a step, {} at a time", model::name_of(config.model.type),
+                      count_text(static_cast<double>(model.parameter_count())), device_text(device), name_of(config.train.dtype),
+                      config.train.batch_size, length, micro));
+    reset_peak_memory(device.type);
+    const Seconds time = measure(device, {update}, 0, command.steps);
+    const double speed = targets / time.median;
+    const double flops = model::training_flops_per_token(config.model, length);
+    const auto peaks = peaks_of_device(device);
+    const MemoryStats memory = memory_stats(device.type);
+    print(fmt::format("  {:<26}{:>14.3f} s (lowest {:.3f} s)", "step, median", time.median, time.lowest));
+    print(fmt::format("  {:<26}{:>14.0f}", "tokens/s", speed));
+    print(fmt::format("  {:<26}{:>14}", "FLOPs a token", count_text(flops)));
+    print(fmt::format("  {:<26}{:>14.2f}", "model TFLOP/s", 1e-12 * flops * speed));
+    if (peaks) print(fmt::format("  {:<26}{:>13.1f}%", "MFU (bfloat16 peak)", 100 * flops * speed / peaks->bfloat16_flops));
+    print(fmt::format("  {:<26}{:>14.4f}", "loss", loss));
+    print(fmt::format("  {:<26}{:>14}", "peak memory", bytes_text(static_cast<double>(memory.total_peak_bytes))));
+    for (std::size_t kind = 0; kind < memory_kind_count; ++kind)
+        if (memory.peak_bytes[kind] > 0)
+            print(fmt::format("    {:<24}{:>14}", name_of(static_cast<MemoryKind>(kind)),
+                              bytes_text(static_cast<double>(memory.peak_bytes[kind]))));
+    ordered_json json = {{"config", command.config}, {"model", std::string(model::name_of(config.model.type))}, {"device", device_text(device)},
+                         {"dtype", std::string(name_of(config.train.dtype))}, {"batch_size", config.train.batch_size},
+                         {"micro_batch", micro}, {"length", length}, {"median_s", time.median}, {"lowest_s", time.lowest},
+                         {"tokens_per_s", speed}, {"flops_per_token", flops}, {"peak_bytes", memory.total_peak_bytes}};
+    if (peaks) json["mfu"] = flops * speed / peaks->bfloat16_flops;
+    if (command.operators) {
+        synchronize(device);
+        start_profile(device);
+        update();
+        lap("optimizer");
+        const auto times = stop_profile();
+        double total = 0;
+        for (const auto& [name, entry] : times) total += entry.seconds;
+        std::vector<std::pair<std::string, OperatorTime>> sorted(times.begin(), times.end());
+        std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.second.seconds > b.second.seconds; });
+        print(fmt::format("  {:<32}{:>8}{:>12}{:>9}", "time by operator", "calls", "ms", "share"));
+        for (const auto& [name, entry] : sorted) {
+            print(fmt::format("  {:<32}{:>8}{:>12.3f}{:>8.1f}%", name, entry.calls, 1e3 * entry.seconds,
+                              100 * entry.seconds / total));
+            json["operators"][name] = {{"calls", entry.calls}, {"seconds", entry.seconds}};
+        }
+    }
+    write_json(command.json, json);
+}
+
+void add_step(CLI::App& bench) {
+    auto options = std::make_shared<StepCommand>();
+    CLI::App* command = add_command(bench, "step", "Time a whole training step of a config, on random tokens",
+                                    "fenwick bench step configs/paper/log_linear_mamba2.yaml --set train.batch_size=4 --operators",
+                                    options, run_step);
+    command->add_option("config", options->config, "YAML file; the data files it names are not needed")->required();
+    command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
+    command->add_option("--steps", options->steps, "Steps to time")
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
+        ->capture_default_str();
+    command->add_flag("--operators", options->operators, "Then the time of one step by operator");
+    command->add_option("--json", options->json, "Also write the result to this file");
+}
+
+// ---- what the device can do --------------------------------------------------------------------------------------------------
+
+void run_peak(const MeasureOptions& options) {
+    const Device device = device_chosen(options.device);
+    const auto peaks = peaks_of_device(device);
+    print(device_text(device));
+    ordered_json json = {{"device", device_text(device)}};
+    const auto line = [&](const std::string& what, double rate, const char* unit, double peak) {
+        print(fmt::format("  {:<34}{:>12.1f} {}{}", what, rate, unit,
+                          peak > 0 ? fmt::format("  ({:.1f}% of {:.0f})", 100 * rate / peak, peak) : ""));
+        json[what] = rate;
+    };
+    {
+        const std::int64_t count = std::int64_t{1} << (device.is_cpu() ? 25 : 29);
+        const Tensor from = Tensor::zeros({count}, DType::float32, device);
+        Tensor to = Tensor::zeros({count}, DType::float32, device);
+        const Seconds time = measure(device, {[&] { to.copy_from(from); }}, options.budget, options.repetitions);
+        line("copy, read and write", 1e-9 * 8 * static_cast<double>(count) / time.median, "GB/s",
+             peaks ? 1e-9 * peaks->bandwidth : 0);
+    }
+    for (const DType dtype : {DType::bfloat16, DType::float32}) {
+        if (device.is_cpu() && dtype == DType::bfloat16) continue;
+        const std::int64_t size = device.is_cpu() ? 2048 : 8192;
+        Random random(1);
+        std::vector<float> values(static_cast<std::size_t>(size * size));
+        for (auto& value : values) value = static_cast<float>(random.normal());
+        const Tensor a = Tensor::from(values, {size, size}, device).to(dtype), b = a.clone();
+        const Tensor c = Tensor::empty({size, size}, dtype, device);
+        const auto multiply = [&] {
+            kernels::gemm(exec_of(c), {.dtype = dtype, .c_dtype = dtype, .transpose_b = true, .m = size, .n = size, .k = size,
+                                       .a = a.data(), .b = b.data(), .c = c.data(), .lda = size, .ldb = size, .ldc = size});
+        };
+        const Seconds time = measure(device, {multiply}, options.budget, options.repetitions);
+        const double edge = static_cast<double>(size);
+        line(fmt::format("matrix product of {}, {}", size, name_of(dtype)), 1e-12 * 2 * edge * edge * edge / time.median, "TFLOP/s",
+             peaks && dtype == DType::bfloat16 ? 1e-12 * peaks->bfloat16_flops : 0);
+    }
+    write_json(options.json, json);
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, const GlobalOptions&) {
+    CLI::App* bench = app.add_subcommand("bench", "Time operators, training steps, the device");
+    bench->require_subcommand(1);
+    bench->footer("Example:\n  fenwick bench operators\n  fenwick bench log_linear_ssd --tokens 65536\n"
+                  "  fenwick bench step configs/paper/log_linear_mamba2.yaml --set train.batch_size=4");
+    add_step(*bench);
+    auto options = std::make_shared<MeasureOptions>();
+    CLI::App* peak = add_command(*bench, "peak", "What the device reaches in copies and matrix products", "fenwick bench peak",
+                                 options, run_peak);
+    options->add_to(peak);
+    add_operators(*bench);
+}
+
+}  // namespace fenwick::tools
