@@ -102,6 +102,7 @@ unsigned char* shared_memory();
 inline int thread_index() { return thread; }
 void copy_async_16(void* to, const void* from, bool valid);
 inline void commit_async() {}
+inline void prefetch(const void*) {}
 void finish_copies();
 template <int Pending>
 void wait_async() {

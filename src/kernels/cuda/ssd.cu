@@ -19,6 +19,7 @@
 // added in order. No atomics: repeats agree bit for bit.
 #include "kernels/ssd.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -54,11 +55,19 @@ struct TileInfo {
 struct SlotInfo {
     std::int32_t tile, tiles;  // its first tile and how many
     std::int32_t index;        // chunk in its document
-    std::int32_t document_tile, document_tiles, document_chunks;
+    std::int32_t document_chunks;
+    std::int32_t part, parts;  // of the bucket's gradient in bucket_parts; parts == 0: it is in dstates
 };
 struct DocumentInfo {
     std::int32_t tile, tiles, slot, chunks;
 };
+// A part of one bucket's gradient: the outputs of `tiles` tiles. Buckets with many readers are split, so that no block is
+// much longer than the others; their parts are written to `bucket_parts` and added in order.
+struct BucketJob {
+    std::int32_t slot, tile, tiles;
+    std::int32_t part;  // where in bucket_parts, or -1: straight to dstates
+};
+constexpr int chunks_per_job = 8;
 
 // Everything the kernels see.
 template <class T>
@@ -74,6 +83,7 @@ struct Problem {
     const TileInfo* tile_info;
     const SlotInfo* slot_info;
     const DocumentInfo* document_info;
+    const BucketJob* bucket_jobs;
     const T *q, *k, *v, *o_in, *d_o;
     const float *g, *level_scales;
     T *o, *dq, *dk, *dv;
@@ -84,6 +94,7 @@ struct Problem {
     double* chunk_end; // [slots, H]: sum of g up to the chunk's end
     T* states;         // [slots, H, K, V]
     T* dstates;        // [slots, H, K, V]
+    float* bucket_parts;  // [parts, H, K, V]
     float* dscales;    // [tiles, H, all_levels, 64]: gradient of every level's scale, before clamping to `levels`
     float* score_grad; // [slices of all groups, tiles, 4, 64, 64]
     float* dq_parts;   // [slices of all groups, tiles, key_tiles, 64, 64]
@@ -146,6 +157,16 @@ struct DiagonalMask {
     }
 };
 
+// Brings the next head's level scales of a tile into the L2 cache.
+template <class T>
+__device__ __forceinline__ void prefetch_scales(const Problem<T>& p, const TileInfo& info, int h) {
+    const int tid = threadIdx.x;
+    if (p.level_scales == nullptr || tid >= info.rows || h + 1 >= p.heads) return;
+    const float* const row = p.level_scales + ((info.token + tid) * p.heads + h + 1) * p.levels;
+    tile::prefetch(row);
+    tile::prefetch(row + p.levels - 1);
+}
+
 // Level scales 0..6 of a tile's tokens, transposed, and gamma; 0 behind the document's end.
 template <class T>
 __device__ __forceinline__ void load_diagonal(const Problem<T>& p, int tile_id, const TileInfo& info, int h, float* gamma,
@@ -156,6 +177,7 @@ __device__ __forceinline__ void load_diagonal(const Problem<T>& p, int tile_id, 
         const int t = n / diagonal_levels, l = n % diagonal_levels;
         scales[l * edge + t] = t < info.rows ? p.scale(info.token + t, h, l) : 0.0f;
     }
+    prefetch_scales(p, info, h);
 }
 
 // Decay from s to the end of its tile.
@@ -270,28 +292,29 @@ __global__ void __launch_bounds__(threads) decay_positions(Problem<T> p) {
 // ---- chunk states, and the gradients that outputs give to buckets ----------------------------------------------------
 
 // out[slot, h] = sum over tokens of scale * x y'. States: x = k, y = v, over the slot's chunk. Gradients (Reader): x = q,
-// y = do, over the chunks that read the slot's bucket. Grid: slots, heads, value tiles.
+// y = do, over the tiles of a job. Grid: slots (or jobs) x heads, value tiles.
 template <class T, int KT, bool Reader>
 __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
-    const SlotInfo slot = p.slot_info[blockIdx.x];
-    const int h = blockIdx.y, vt = blockIdx.z, group = h / (p.heads / p.groups), tid = threadIdx.x;
+    const int h = static_cast<int>(blockIdx.x % p.heads), vt = blockIdx.y, group = h / (p.heads / p.groups), tid = threadIdx.x;
     T* const stages = reinterpret_cast<T*>(tile::shared_memory());  // 2 x (KT + 1) tiles
     float* const weights = reinterpret_cast<float*>(stages + 2 * (KT + 1) * area);  // 2 x 64
 
-    int first, last, level = 0;  // tiles of the document
+    int slot = static_cast<int>(blockIdx.x / p.heads), first, last, level = 0, part = -1;
     if constexpr (Reader) {
-        const int j = trailing_ones(slot.index), readers = p.log_linear ? 1 << j : 1;
-        level = chunk_levels + j;
-        first = min((slot.index + 1) * tiles_per_chunk, slot.document_tiles);
-        last = min((slot.index + 1 + readers) * tiles_per_chunk, slot.document_tiles);
+        const BucketJob job = p.bucket_jobs[slot];
+        slot = job.slot;
+        part = job.part;
+        level = chunk_levels + trailing_ones(p.slot_info[slot].index);
+        first = job.tile;
+        last = first + job.tiles;
     } else {
-        first = slot.index * tiles_per_chunk;
-        last = first + slot.tiles;
+        first = p.slot_info[slot].tile;
+        last = first + p.slot_info[slot].tiles;
     }
-    const double end = p.chunk_end[p.at(blockIdx.x, h)];
+    const double end = p.chunk_end[p.at(slot, h)];
 
     const auto fetch = [&](int t) {
-        const TileInfo info = p.tile_info[slot.document_tile + t];
+        const TileInfo info = p.tile_info[t];
         T* const to = stages + (t & 1) * (KT + 1) * area;
         for (int kt = 0; kt < KT; ++kt) load_keys(p, to + kt * area, Reader, info.token, info.rows, group, kt);
         if constexpr (Reader) {
@@ -305,14 +328,13 @@ __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
     float gamma = 0, factor = 0, between = 0;
     const auto fetch_weight = [&](int t) {
         if (tid >= edge) return;
-        const int tile_id = slot.document_tile + t;
-        gamma = p.gamma[p.at(tile_id, h) * edge + tid];
+        gamma = p.gamma[p.at(t, h) * edge + tid];
         if constexpr (Reader) {
-            const TileInfo info = p.tile_info[tile_id];
+            const TileInfo info = p.tile_info[t];
             factor = tid < info.rows ? p.scale(info.token + tid, h, level) : 0.0f;
-            between = static_cast<float>(p.start[p.at(tile_id, h)] - end);
+            between = static_cast<float>(p.start[p.at(t, h)] - end);
         } else {
-            between = static_cast<float>(end - p.start[p.at(tile_id, h)]);
+            between = static_cast<float>(end - p.start[p.at(t, h)]);
         }
     };
     const auto finish_weight = [&](int t) {
@@ -346,11 +368,20 @@ __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
         for (int kt = 0; kt < KT; ++kt) tile::multiply<true, false>(acc[kt], from + kt * area, from + KT * area, scale);
         if (t + 1 < last) finish_weight(t + 1);
     }
-    T* const out = (Reader ? p.dstates : p.states) + p.state_at(blockIdx.x, h) + vt * edge;
+    const bool aligned = p.value_width % 2 == 0;
+    if (part < 0) {
+        T* const out = (Reader ? p.dstates : p.states) + p.state_at(slot, h) + vt * edge;
 #pragma unroll
-    for (int kt = 0; kt < KT; ++kt)
-        store_clipped(acc[kt], out + static_cast<std::int64_t>(kt) * edge * p.value_width, p.value_width,
-                      p.key_width - kt * edge, p.value_width - vt * edge, p.value_width % 2 == 0);
+        for (int kt = 0; kt < KT; ++kt)
+            store_clipped(acc[kt], out + static_cast<std::int64_t>(kt) * edge * p.value_width, p.value_width,
+                          p.key_width - kt * edge, p.value_width - vt * edge, aligned);
+    } else {
+        float* const out = p.bucket_parts + p.state_at(part, h) + vt * edge;
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt)
+            store_clipped(acc[kt], out + static_cast<std::int64_t>(kt) * edge * p.value_width, p.value_width,
+                          p.key_width - kt * edge, p.value_width - vt * edge, aligned);
+    }
 }
 
 // ---- the tree --------------------------------------------------------------------------------------------------------
@@ -369,29 +400,43 @@ __global__ void __launch_bounds__(flat_threads) merge_states(Problem<T> p, int b
     if (e >= size) return;
     const auto at = [&](int c) { return p.states + p.state_at(doc.slot + c, h) + e; };
     const auto end = [&](int c) { return p.chunk_end[p.at(doc.slot + c, h)]; };
-    float x[W], running[W], left[W];
+    // The next chunks' own states are on their way while the current ones are merged.
+    float x[W], left[W], next[W], next_left[W];
+    if (p.log_linear) {
+        if (doc.chunks > 1) {
+            load(next_left, at(0));
+            load(next, at(1));
+        }
+        for (int c = 1; c < doc.chunks; c += 2) {
 #pragma unroll
-    for (int i = 0; i < W; ++i) running[i] = 0;
-    for (int c = 0; c < doc.chunks; ++c) {
-        if (p.log_linear) {
-            const int merges = trailing_ones(c);
-            if (merges == 0) continue;
-            load(x, at(c));
+            for (int i = 0; i < W; ++i) {
+                x[i] = next[i];
+                left[i] = next_left[i];
+            }
+            if (c + 2 < doc.chunks) {
+                load(next_left, at(c + 1));
+                load(next, at(c + 2));
+            }
             const double here = end(c);
+            const int merges = trailing_ones(c);
             for (int j = 0; j < merges; ++j) {
                 const int other = c - (1 << j);
                 const float decay = __expf(static_cast<float>(here - end(other)));
-                load(left, at(other));
+                if (j > 0) load(left, at(other));
 #pragma unroll
                 for (int i = 0; i < W; ++i) x[i] += decay * left[i];
             }
             store(at(c), x);
-        } else {
-            load(x, at(c));
-            const float decay = c > 0 ? __expf(static_cast<float>(end(c) - end(c - 1))) : 0.0f;
+        }
+    } else {
+        load(x, at(0));
+        if (doc.chunks > 1) load(next, at(1));
+        for (int c = 1; c < doc.chunks; ++c) {
+            const float decay = __expf(static_cast<float>(end(c) - end(c - 1)));
 #pragma unroll
-            for (int i = 0; i < W; ++i) running[i] = decay * running[i] + x[i];
-            store(at(c), running);
+            for (int i = 0; i < W; ++i) x[i] = decay * x[i] + next[i];
+            if (c + 1 < doc.chunks) load(next, at(c + 1));
+            store(at(c), x);
         }
     }
 }
@@ -408,9 +453,27 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
     const bool active = e < size;
     const int lane = threadIdx.x % 32, warp = block * (flat_threads / 32) + threadIdx.x / 32;
     const auto at = [&](T* base, int c) { return base + p.state_at(doc.slot + c, h) + e; };
-    float d[W], state[W], running[W];
+    float d[W], state[W], running[W], next[W], next_state[W];
 #pragma unroll
     for (int i = 0; i < W; ++i) running[i] = 0;
+    // What outputs gave to the bucket of chunk c, and its state; on their way while the chunk behind it is worked on.
+    const auto fetch = [&](int c) {
+        const SlotInfo slot = p.slot_info[doc.slot + c];
+        load(next_state, at(p.states, c));
+        if (slot.parts == 0) {
+            load(next, at(p.dstates, c));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < W; ++i) next[i] = 0;
+        for (int part = 0; part < slot.parts; ++part) {
+            float add[W];
+            load(add, p.bucket_parts + p.state_at(slot.part + part, h) + e);
+#pragma unroll
+            for (int i = 0; i < W; ++i) next[i] += add[i];
+        }
+    };
+    if (active) fetch(doc.chunks - 1);
     for (int c = doc.chunks - 1; c >= 0; --c) {
         const int parent = p.log_linear ? c + (1 << trailing_ones(c)) : c + 1;
         const bool has_parent = parent < doc.chunks;
@@ -419,9 +482,13 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
             decay = __expf(static_cast<float>(p.chunk_end[p.at(doc.slot + parent, h)] - p.chunk_end[p.at(doc.slot + c, h)]));
         float sum = 0;
         if (active) {
-            load(d, at(p.dstates, c));
-            load(state, at(p.states, c));
             if (has_parent && p.log_linear) load(running, at(p.dstates, parent));
+#pragma unroll
+            for (int i = 0; i < W; ++i) {
+                d[i] = next[i];
+                state[i] = next_state[i];
+            }
+            if (c > 0) fetch(c - 1);
 #pragma unroll
             for (int i = 0; i < W; ++i) {
                 const float from_parent = has_parent ? decay * running[i] : 0.0f;
@@ -429,7 +496,7 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
                 sum += state[i] * (p.log_linear ? from_parent : d[i]);
                 if (!p.log_linear) running[i] = d[i];
             }
-            if (has_parent) store(at(p.dstates, c), d);
+            store(at(p.dstates, c), d);
         }
         sum = team_sum(sum);
         if (lane == 0) p.crossing[p.at(doc.slot + c, h) * p.flow_warps + warp] = sum;
@@ -635,6 +702,7 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
                 rows[x] = s < info.rows ? decay_into_tile(p, tile_id, h, tile_end(p, other, h), s) : 0.0f;
             }
             if (tid < edge) scales[tid] = tid < info.rows ? p.scale(info.token + tid, h, level) : 0.0f;
+            prefetch_scales(p, info, h);
         }
         float row_sums[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -773,6 +841,7 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
             decays[x] = decay;
             rows[x] = t < info.rows ? decay * p.scale(info.token + t, h, bucket.level) : 0.0f;
         }
+        prefetch_scales(p, info, h);
         for (int l = 0; l < live; ++l) {
             float row_sums[4] = {0, 0, 0, 0};
             float factor[4];
@@ -1130,21 +1199,25 @@ __global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
 struct Layout {
     std::vector<std::int64_t> offsets;
     Device device;
-    int tiles = 0, slots = 0, documents = 0;
+    bool log_linear = false;
+    int tiles = 0, slots = 0, documents = 0, jobs = 0, parts = 0;
     std::int64_t longest = 0;
     Buffer memory;
+    const BucketJob* bucket_jobs = nullptr;
     const TileInfo* tile_info = nullptr;
     const SlotInfo* slot_info = nullptr;
     const DocumentInfo* document_info = nullptr;
 };
 
-std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences) {
+std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences, bool log_linear) {
     auto layout = std::make_shared<Layout>();
     layout->offsets.assign(sequences.offsets, sequences.offsets + sequences.count + 1);
     layout->device = exec.device;
+    layout->log_linear = log_linear;
     std::vector<TileInfo> tiles;
     std::vector<SlotInfo> slots;
     std::vector<DocumentInfo> documents;
+    std::vector<BucketJob> jobs;
     for (std::int64_t d = 0; d < sequences.count; ++d) {
         const std::int64_t length = sequences.length(d);
         layout->longest = std::max(layout->longest, length);
@@ -1153,33 +1226,53 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
         for (int t = 0; t < count; ++t)
             tiles.push_back({sequences.offsets[d] + t * edge, static_cast<std::int32_t>(std::min<std::int64_t>(edge, length - t * edge)),
                              t, first_slot + t / tiles_per_chunk, count});
-        for (int c = 0; c < chunks; ++c)
-            slots.push_back({first_tile + c * tiles_per_chunk, std::min(tiles_per_chunk, count - c * tiles_per_chunk), c, first_tile,
-                             count, chunks});
+        for (int c = 0; c < chunks; ++c) {
+            SlotInfo slot{first_tile + c * tiles_per_chunk, std::min(tiles_per_chunk, count - c * tiles_per_chunk), c, chunks, 0, 0};
+            // The chunks that read the slot's bucket: as many as it holds, right behind it.
+            const std::int64_t size = log_linear ? (static_cast<std::int64_t>(c) + 1) & ~static_cast<std::int64_t>(c) : 1;
+            const int readers = static_cast<int>(std::min<std::int64_t>(size, chunks - 1 - c));
+            const int parts = static_cast<int>(ceil_div(readers, chunks_per_job));
+            if (parts > 1) {
+                slot.part = layout->parts;
+                slot.parts = parts;
+                layout->parts += parts;
+            }
+            for (int part = 0; part < std::max(parts, 1); ++part) {
+                const int first = (c + 1 + part * chunks_per_job) * tiles_per_chunk;
+                const int last = std::min((c + 1 + std::min((part + 1) * chunks_per_job, readers)) * tiles_per_chunk, count);
+                jobs.push_back({first_slot + c, first_tile + first, readers > 0 ? last - first : 0, parts > 1 ? slot.part + part : -1});
+            }
+            slots.push_back(slot);
+        }
         documents.push_back({first_tile, count, first_slot, chunks});
     }
     layout->tiles = static_cast<int>(tiles.size());
     layout->slots = static_cast<int>(slots.size());
     layout->documents = static_cast<int>(documents.size());
-    const std::size_t sizes[3] = {tiles.size() * sizeof(TileInfo), slots.size() * sizeof(SlotInfo), documents.size() * sizeof(DocumentInfo)};
-    std::size_t starts[3], total = 0;
-    for (int i = 0; i < 3; ++i) {
+    layout->jobs = static_cast<int>(jobs.size());
+    // Long ones first: the short ones fill the gaps at the end.
+    std::stable_sort(jobs.begin(), jobs.end(), [](const BucketJob& a, const BucketJob& b) { return a.tiles > b.tiles; });
+    const std::size_t sizes[4] = {tiles.size() * sizeof(TileInfo), slots.size() * sizeof(SlotInfo),
+                                  documents.size() * sizeof(DocumentInfo), jobs.size() * sizeof(BucketJob)};
+    std::size_t starts[4], total = 0;
+    for (int i = 0; i < 4; ++i) {
         starts[i] = total;
         total += static_cast<std::size_t>(round_up(static_cast<std::int64_t>(sizes[i]), 256));
     }
     layout->memory = workspace(exec, static_cast<std::int64_t>(total));
     auto* base = layout->memory.as<unsigned char>();
-    const void* sources[3] = {tiles.data(), slots.data(), documents.data()};
+    const void* sources[4] = {tiles.data(), slots.data(), documents.data(), jobs.data()};
     // Pageable host memory is staged before the call returns.
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 4; ++i)
         FENWICK_CUDA_CHECK(cudaMemcpyAsync(base + starts[i], sources[i], sizes[i], cudaMemcpyHostToDevice, stream_of(exec)));
     layout->tile_info = reinterpret_cast<const TileInfo*>(base + starts[0]);
     layout->slot_info = reinterpret_cast<const SlotInfo*>(base + starts[1]);
     layout->document_info = reinterpret_cast<const DocumentInfo*>(base + starts[2]);
+    layout->bucket_jobs = reinterpret_cast<const BucketJob*>(base + starts[3]);
     return layout;
 }
 
-std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences) {
+std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, bool log_linear) {
     constexpr std::size_t kept = 8;
     // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
     static auto& mutex = *new std::mutex;
@@ -1187,7 +1280,7 @@ std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& seque
     const std::lock_guard lock(mutex);
     for (std::size_t i = cache.size(); i-- > 0;) {
         const auto entry = cache[i];
-        if (entry->device == exec.device && static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
+        if (entry->device == exec.device && entry->log_linear == log_linear && static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
             std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
             cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
             cache.push_back(entry);
@@ -1195,7 +1288,7 @@ std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& seque
         }
     }
     if (cache.size() == kept) cache.erase(cache.begin());
-    cache.push_back(make_layout(exec, sequences));
+    cache.push_back(make_layout(exec, sequences, log_linear));
     return cache.back();
 }
 
@@ -1272,6 +1365,7 @@ Problem<T> make_problem(const char* op, const Args& args, const Layout& layout) 
     p.tile_info = layout.tile_info;
     p.slot_info = layout.slot_info;
     p.document_info = layout.document_info;
+    p.bucket_jobs = layout.bucket_jobs;
     p.q = static_cast<const T*>(args.q);
     p.k = static_cast<const T*>(args.k);
     p.v = static_cast<const T*>(args.v);
@@ -1321,7 +1415,7 @@ void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
     if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
     dispatch_key_tiles(p.key_tiles, [&](auto kt) {
         constexpr int KT = kt();
-        launch_tiles(op, exec, outer_products<T, KT, false>, dim3(slots, heads, value_tiles),
+        launch_tiles(op, exec, outer_products<T, KT, false>, dim3(slots * heads, value_tiles),
                      2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
     });
     const FlatGrid flat = flat_grid(p);
@@ -1337,7 +1431,7 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
     constexpr const char* op = "ssd_forward";
     const OperatorScope scope(op, exec);
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
-        const auto layout = layout_of(exec, args.sequences);
+        const auto layout = layout_of(exec, args.sequences, args.level_scales != nullptr);
         Problem<T> p = make_problem<T>(op, args, *layout);
         p.o = static_cast<T*>(args.o);
         Arena arena;
@@ -1354,7 +1448,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
     constexpr const char* op = "ssd_backward";
     const OperatorScope scope(op, exec);
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
-        const auto layout = layout_of(exec, args.sequences);
+        const auto layout = layout_of(exec, args.sequences, args.level_scales != nullptr);
         Problem<T> p = make_problem<T>(op, args, *layout);
         p.o_in = static_cast<const T*>(args.o);
         p.d_o = static_cast<const T*>(args.d_o);
@@ -1373,6 +1467,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         Arena arena;
         add_state_workspace(arena, p);
         arena.add(&p.dstates, slots * heads * p.key_width * p.value_width);
+        arena.add(&p.bucket_parts, static_cast<std::int64_t>(layout->parts) * heads * p.key_width * p.value_width);
         if (p.log_linear) arena.add(&p.dscales, tiles * heads * p.all_levels * edge);
         arena.add(&p.score_grad, slices * tiles * tiles_per_chunk * area);
         arena.add(&p.dq_parts, slices * tiles * p.key_tiles * area);
@@ -1395,7 +1490,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
                 launch_tiles(op, exec, outer_products<T, KT, true>,
-                             dim3(static_cast<unsigned>(slots), head_blocks, static_cast<unsigned>(p.value_tiles)),
+                             dim3(static_cast<unsigned>(layout->jobs) * head_blocks, static_cast<unsigned>(p.value_tiles)),
                              2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
             });
             dispatch_width(flat.width == wide, [&](auto w) {

@@ -30,6 +30,7 @@ using emulation::commit_async;
 using emulation::copy_async_16;
 using emulation::load_matrices;
 using emulation::mma_16x8x16;
+using emulation::prefetch;
 using emulation::shared_memory;
 using emulation::thread_index;
 using emulation::wait_async;
@@ -59,6 +60,9 @@ template <int Pending>
 __device__ __forceinline__ void wait_async() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
+
+// Asks for the line of `at` in the L2 cache.
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // Four 8 x 8 matrices of 16-bit values; lane 8m + r gives the address of row r of matrix m. Thread t receives of each
 // matrix the elements (t / 4, 2 (t % 4)) and (t / 4, 2 (t % 4) + 1), of its transpose when Transpose.
