@@ -196,7 +196,8 @@ void mma_16x8x16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, s
 }
 
 void run(dim3 grid, dim3 block, std::size_t shared_bytes, const std::function<void()>& body) {
-    if (block.y != 1 || block.z != 1 || block.x % warp_size != 0) stop("only blocks of whole warps in one dimension are emulated");
+    if (block.y != 1 || block.z != 1 || block.x % warp_size != 0)
+        stop("only blocks of whole warps in one dimension are emulated");
     static std::mt19937 random(1);
     grid_size = grid;
     block_size = block;

@@ -121,7 +121,9 @@ T shuffle(T value, int lanes) {
         [](void* const* all) {
             for (int t = 0; t < 32; ++t) {
                 auto* mine = static_cast<Argument*>(all[t]);
-                const int from = kind == Shuffle::exclusive_or ? t ^ mine->lanes : kind == Shuffle::up ? t - mine->lanes : t + mine->lanes;
+                const int from = kind == Shuffle::exclusive_or ? t ^ mine->lanes
+                                 : kind == Shuffle::up         ? t - mine->lanes
+                                                               : t + mine->lanes;
                 if (from >= 0 && from < 32) mine->result = static_cast<Argument*>(all[from])->value;
             }
         },

@@ -38,7 +38,8 @@ public:
             }
         }
     }
-    Array(DType dtype, std::size_t count) : Array(dtype, std::vector<double>(count, std::numeric_limits<double>::quiet_NaN())) {}
+    Array(DType dtype, std::size_t count)
+        : Array(dtype, std::vector<double>(count, std::numeric_limits<double>::quiet_NaN())) {}
 
     void* data() const { return count_ > 0 ? buffer_.data() : nullptr; }
     std::vector<double> values() const {
@@ -134,7 +135,8 @@ void check(SsdProblem problem, double decay, DType dtype) {
     backward.dlevel_scales = dlevel_scales.data();
     kernels::cuda::ssd_backward({}, backward);
 
-    const double output_bound = dtype == DType::float32 ? 1e-5 : 0.01, gradient_bound = dtype == DType::float32 ? 1e-5 : 0.02;
+    const double output_bound = dtype == DType::float32 ? 1e-5 : 0.01,
+                 gradient_bound = dtype == DType::float32 ? 1e-5 : 0.02;
     EXPECT_LT(rms_ratio(o.values(), expected.o), output_bound);
     EXPECT_LT(rms_ratio(dq.values(), expected.dq), gradient_bound);
     EXPECT_LT(rms_ratio(dk.values(), expected.dk), gradient_bound);
@@ -143,8 +145,8 @@ void check(SsdProblem problem, double decay, DType dtype) {
     EXPECT_LT(rms_ratio(dlevel_scales.values(), expected.dlevel_scales), gradient_bound);
 }
 
-SsdProblem problem_of(std::vector<std::int64_t> offsets, std::int64_t key_width, std::int64_t value_width, std::int64_t levels,
-                      std::int64_t heads = 1, std::int64_t groups = 1) {
+SsdProblem problem_of(std::vector<std::int64_t> offsets, std::int64_t key_width, std::int64_t value_width,
+                      std::int64_t levels, std::int64_t heads = 1, std::int64_t groups = 1) {
     SsdProblem problem;
     problem.offsets = std::move(offsets);
     problem.heads = heads;

@@ -69,14 +69,17 @@ std::vector<double> to_host(const Buffer& buffer, std::size_t count, DType dtype
 struct Case {
     std::vector<std::int64_t> offsets;
     std::int64_t heads = 2, groups = 1, key_width = 16, value_width = 8;
-    std::int64_t levels = 0;      // 0: linear
-    std::int64_t padding = 0;     // columns behind each row of q, k, v and their gradients
-    double decay = 0.1;           // g is uniform in [-decay, 0]
-    double strong = 0;            // share of tokens with g = -80
+    std::int64_t levels = 0;   // 0: linear
+    std::int64_t padding = 0;  // columns behind each row of q, k, v and their gradients
+    std::int64_t shift = 0;    // elements before the first of q, k, v and their gradients: an odd one breaks alignment
+    double decay = 0.1;        // g is uniform in [-decay, 0]
+    double strong = 0;         // share of tokens with g = -80
 
     std::string text() const {
-        return fmt::format("documents {}, tokens {}, H {}, G {}, K {}, V {}, levels {}, padding {}, decay {}, strong {}",
-                           offsets.size() - 1, offsets.back(), heads, groups, key_width, value_width, levels, padding, decay, strong);
+        return fmt::format(
+            "documents {}, tokens {}, H {}, G {}, K {}, V {}, levels {}, padding {}, shift {}, decay {}, strong {}",
+            offsets.size() - 1, offsets.back(), heads, groups, key_width, value_width, levels, padding, shift, decay,
+            strong);
     }
 };
 
@@ -128,7 +131,8 @@ struct Results {
 std::vector<double> without_padding(const std::vector<double>& values, std::int64_t stride, std::int64_t width) {
     std::vector<double> out;
     for (std::size_t row = 0; row * static_cast<std::size_t>(stride) < values.size(); ++row)
-        for (std::int64_t i = 0; i < width; ++i) out.push_back(values[row * static_cast<std::size_t>(stride) + static_cast<std::size_t>(i)]);
+        for (std::int64_t i = 0; i < width; ++i)
+            out.push_back(values[row * static_cast<std::size_t>(stride) + static_cast<std::size_t>(i)]);
     return out;
 }
 
@@ -175,21 +179,31 @@ Results on_cpu(const Case& c, const Arrays& a) {
 
 Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
     const Exec exec{gpu, detail::cuda_stream(0)};
-    const auto q = to_gpu(a.q, dtype), k = to_gpu(a.k, dtype), v = to_gpu(a.v, dtype), d_o = to_gpu(a.d_o, dtype);
+    const auto shifted = [&](std::vector<double> values) {
+        values.insert(values.begin(), static_cast<std::size_t>(c.shift), std::numeric_limits<double>::quiet_NaN());
+        return to_gpu(values, dtype);
+    };
+    const auto first = [&](const Buffer& buffer) {
+        return buffer.as<unsigned char>() + c.shift * static_cast<std::int64_t>(size_of(dtype));
+    };
+    const auto q = shifted(a.q), k = shifted(a.k), v = shifted(a.v), d_o = to_gpu(a.d_o, dtype);
     const auto g = to_gpu(a.g, DType::float32), level_scales = to_gpu(a.level_scales, DType::float32);
     const auto output = [](const std::vector<double>& like, DType type) {
         return to_gpu(std::vector<double>(like.size(), std::numeric_limits<double>::quiet_NaN()), type);
     };
-    const auto o = output(a.d_o, dtype), dq = output(a.q, dtype), dk = output(a.k, dtype), dv = output(a.v, dtype);
+    const auto nothing = [](const std::vector<double>& like) {
+        return std::vector<double>(like.size(), std::numeric_limits<double>::quiet_NaN());
+    };
+    const auto o = output(a.d_o, dtype), dq = shifted(nothing(a.q)), dk = shifted(nothing(a.k)), dv = shifted(nothing(a.v));
     const auto dg = output(a.g, DType::float32), dlevel_scales = output(a.level_scales, DType::float32);
     const kernels::Sequences sequences{static_cast<std::int64_t>(c.offsets.size()) - 1, c.offsets.data()};
     const auto scales = [&](const Buffer& buffer) { return c.levels > 0 ? buffer.data() : nullptr; };
     kernels::Ssd forward{};
     set_sizes(forward, c, a, dtype);
     forward.sequences = sequences;
-    forward.q = q.data();
-    forward.k = k.data();
-    forward.v = v.data();
+    forward.q = first(q);
+    forward.k = first(k);
+    forward.v = first(v);
     forward.g = g.data();
     forward.level_scales = scales(level_scales);
     forward.o = o.data();
@@ -199,24 +213,29 @@ Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
     backward.sequences = sequences;
     backward.dq_stride = backward.dk_stride = a.key_stride;
     backward.dv_stride = a.value_stride;
-    backward.q = q.data();
-    backward.k = k.data();
-    backward.v = v.data();
+    backward.q = first(q);
+    backward.k = first(k);
+    backward.v = first(v);
     backward.g = g.data();
     backward.level_scales = scales(level_scales);
     backward.o = o.data();
     backward.d_o = d_o.data();
-    backward.dq = dq.data();
-    backward.dk = dk.data();
-    backward.dv = dv.data();
+    backward.dq = first(dq);
+    backward.dk = first(dk);
+    backward.dv = first(dv);
     backward.dg = dg.data();
     backward.dlevel_scales = scales(dlevel_scales);
     kernels::ssd_backward(exec, backward);
+    const auto from_shifted = [&](const Buffer& buffer, std::size_t count) {
+        auto values = to_host(buffer, count + static_cast<std::size_t>(c.shift), dtype);
+        values.erase(values.begin(), values.begin() + c.shift);
+        return values;
+    };
     Results r;
     r.o = to_host(o, a.d_o.size(), dtype);
-    r.dq = to_host(dq, a.q.size(), dtype);
-    r.dk = to_host(dk, a.k.size(), dtype);
-    r.dv = to_host(dv, a.v.size(), dtype);
+    r.dq = from_shifted(dq, a.q.size());
+    r.dk = from_shifted(dk, a.k.size());
+    r.dv = from_shifted(dv, a.v.size());
     r.dg = to_host(dg, a.g.size(), DType::float32);
     r.dlevel_scales = to_host(dlevel_scales, a.level_scales.size(), DType::float32);
     const auto append = [&](const Buffer& buffer, std::size_t bytes) {
@@ -224,9 +243,9 @@ Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
         r.bytes.insert(r.bytes.end(), part.begin(), part.end());
     };
     append(o, a.d_o.size() * size_of(dtype));
-    append(dq, a.q.size() * size_of(dtype));
-    append(dk, a.k.size() * size_of(dtype));
-    append(dv, a.v.size() * size_of(dtype));
+    append(dq, (a.q.size() + static_cast<std::size_t>(c.shift)) * size_of(dtype));
+    append(dk, (a.k.size() + static_cast<std::size_t>(c.shift)) * size_of(dtype));
+    append(dv, (a.v.size() + static_cast<std::size_t>(c.shift)) * size_of(dtype));
     append(dg, a.g.size() * 4);
     append(dlevel_scales, a.level_scales.size() * 4);
     return r;
@@ -236,9 +255,11 @@ void compare(const Case& c, DType dtype, std::uint64_t seed) {
     SCOPED_TRACE(fmt::format("{}, {}", name_of(dtype), c.text()));
     const Arrays a = random_arrays(c, dtype, seed);
     const Results expected = on_cpu(c, a), actual = on_gpu(c, a, dtype);
-    const double output_bound = dtype == DType::float32 ? 1e-4 : 0.01, gradient_bound = dtype == DType::float32 ? 1e-4 : 0.02;
+    const double output_bound = dtype == DType::float32 ? 1e-4 : 0.01,
+                 gradient_bound = dtype == DType::float32 ? 1e-4 : 0.02;
     const std::int64_t key_columns = c.groups * c.key_width, value_columns = c.heads * c.value_width;
-    const auto ratio = [](const std::vector<double>& x, const std::vector<double>& y, std::int64_t stride, std::int64_t width) {
+    const auto ratio = [](const std::vector<double>& x, const std::vector<double>& y, std::int64_t stride,
+                          std::int64_t width) {
         return test::rms_ratio(without_padding(x, stride, width), without_padding(y, stride, width));
     };
     EXPECT_LT(test::rms_ratio(actual.o, expected.o), output_bound);
@@ -289,26 +310,35 @@ TEST_F(CudaSsd, MatchesTheCpuForAnyLength) {
 
 TEST_F(CudaSsd, MatchesTheCpuOnLongSequences) {
     for (auto dtype : {DType::float32, DType::bfloat16}) {
-        compare({.offsets = packed({4100}), .heads = 2, .key_width = 32, .value_width = 16, .levels = 13, .decay = 0.01}, dtype, 1);
-        compare({.offsets = packed({2048, 2048}), .heads = 3, .key_width = 128, .value_width = 64, .levels = 12, .decay = 0.02}, dtype, 2);
+        compare({.offsets = packed({4100}), .heads = 2, .key_width = 32, .value_width = 16, .levels = 13, .decay = 0.01},
+                dtype, 1);
+        compare(
+            {.offsets = packed({2048, 2048}), .heads = 3, .key_width = 128, .value_width = 64, .levels = 12, .decay = 0.02},
+            dtype, 2);
         compare({.offsets = packed({2100}), .heads = 2, .key_width = 64, .value_width = 64, .decay = 0.01}, dtype, 3);
     }
 }
 
 TEST_F(CudaSsd, MatchesTheCpuForAnyWidth) {
     std::uint64_t seed = 200;
-    const std::pair<std::int64_t, std::int64_t> widths[] = {{16, 8}, {32, 32}, {64, 64}, {128, 64}, {24, 40}, {192, 136}, {256, 256}, {7, 5}};
+    const std::pair<std::int64_t, std::int64_t> widths[] = {{16, 8},  {32, 32},   {64, 64},   {128, 64},
+                                                            {24, 40}, {192, 136}, {256, 256}, {7, 5}};
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (const auto& [key_width, value_width] : widths)
             for (std::int64_t levels : {0, 10})
-                compare({.offsets = packed({530}), .heads = 2, .key_width = key_width, .value_width = value_width, .levels = levels},
+                compare({.offsets = packed({530}),
+                         .heads = 2,
+                         .key_width = key_width,
+                         .value_width = value_width,
+                         .levels = levels},
                         dtype, ++seed);
 }
 
 TEST_F(CudaSsd, MatchesTheCpuOnPackedDocuments) {
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (std::int64_t levels : {0, 10}) {
-            compare({.offsets = packed({1, 1, 70, 1, 64, 300, 700, 1}), .heads = 4, .groups = 2, .levels = levels}, dtype, 300);
+            compare({.offsets = packed({1, 1, 70, 1, 64, 300, 700, 1}), .heads = 4, .groups = 2, .levels = levels}, dtype,
+                    300);
             compare({.offsets = packed({1, 1, 1, 1}), .levels = levels}, dtype, 301);
         }
 }
@@ -316,7 +346,9 @@ TEST_F(CudaSsd, MatchesTheCpuOnPackedDocuments) {
 TEST_F(CudaSsd, MatchesTheCpuForAnyGroups) {
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (std::int64_t groups : {1, 2, 3, 6})
-            compare({.offsets = packed({400}), .heads = 6, .groups = groups, .key_width = 32, .value_width = 16, .levels = 9}, dtype, 400);
+            compare(
+                {.offsets = packed({400}), .heads = 6, .groups = groups, .key_width = 32, .value_width = 16, .levels = 9},
+                dtype, 400);
 }
 
 TEST_F(CudaSsd, ClampsLevels) {
@@ -337,13 +369,21 @@ TEST_F(CudaSsd, SurvivesStrongDecay) {
 TEST_F(CudaSsd, ReadsAndWritesSlices) {
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (std::int64_t padding : {8, 3})
-            compare({.offsets = packed({300}), .heads = 2, .key_width = 16, .value_width = 16, .levels = 9, .padding = padding}, dtype, 700);
+            for (std::int64_t shift : {0, 1, 2})
+                compare({.offsets = packed({300}),
+                         .key_width = 16,
+                         .value_width = 16,
+                         .levels = 9,
+                         .padding = padding,
+                         .shift = shift},
+                        dtype, 700);
 }
 
 TEST_F(CudaSsd, RepeatsBitForBit) {
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (std::int64_t levels : {0, 12}) {
-            const Case c{.offsets = packed({1500, 1, 700}), .heads = 8, .key_width = 128, .value_width = 64, .levels = levels};
+            const Case c{
+                .offsets = packed({1500, 1, 700}), .heads = 8, .key_width = 128, .value_width = 64, .levels = levels};
             const Arrays a = random_arrays(c, dtype, 800);
             const auto first = on_gpu(c, a, dtype).bytes;
             for (int repeat = 0; repeat < 3; ++repeat) EXPECT_TRUE(first == on_gpu(c, a, dtype).bytes);
@@ -356,12 +396,18 @@ TEST_F(CudaSsd, RecurrentMatchesTheWhole) {
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (std::int64_t levels : {0, 3, 8}) {
             SCOPED_TRACE(fmt::format("{}, levels {}", name_of(dtype), levels));
-            const Case c{.offsets = packed({length, length}), .heads = 4, .groups = 2, .key_width = 24, .value_width = 40, .levels = levels};
+            const Case c{.offsets = packed({length, length}),
+                         .heads = 4,
+                         .groups = 2,
+                         .key_width = 24,
+                         .value_width = 40,
+                         .levels = levels};
             const Arrays a = random_arrays(c, dtype, 900);
             const auto expected = on_cpu(c, a).o;
             const std::int64_t capacity = levels > 0 ? levels_of(length) : 1;
-            const auto state = to_gpu(std::vector<double>(static_cast<std::size_t>(
-                                          capacity * batch * c.heads * c.key_width * c.value_width)), DType::float32);
+            const auto state = to_gpu(
+                std::vector<double>(static_cast<std::size_t>(capacity * batch * c.heads * c.key_width * c.value_width)),
+                DType::float32);
             std::vector<double> actual(expected.size());
             std::int64_t position = 0;
             for (std::int64_t count : {1, 1, 2, 3, 1, 8, 17, 1, 31, 5}) {
@@ -395,7 +441,8 @@ TEST_F(CudaSsd, RecurrentMatchesTheWhole) {
                 kernels::ssd_recurrent(Exec{gpu, detail::cuda_stream(0)}, args);
                 const auto out = to_host(o, static_cast<std::size_t>(batch * count * width), dtype);
                 for (std::int64_t row = 0; row < batch; ++row)
-                    std::copy_n(out.begin() + row * count * width, count * width, actual.begin() + (row * length + position) * width);
+                    std::copy_n(out.begin() + row * count * width, count * width,
+                                actual.begin() + (row * length + position) * width);
                 position += count;
             }
             ASSERT_EQ(position, length);

@@ -6,9 +6,9 @@
 //   tile's output is independent: its live buckets are read as they are, level scale and decay scale the rows of Q S.
 //
 // Slots. Chunk c of a document owns one slot of state memory. Buckets: the right child of a merge is never read by an
-// output, so its parent overwrites it: slot c ends up with the bucket of 2^ctz(c + 1) chunks that ends with chunk c (a Fenwick
-// tree), merged from slots c - 1, c - 2, c - 4, ... Chunk c reads, for every set bit j of c, slot ((c >> j) << j) - 1 at
-// level 9 + j. Slot c is part of the bucket in slot parent(c) = c + 2^ctz(c + 1), so the gradients run the other way:
+// output, so its parent overwrites it: slot c ends up with the bucket of 2^ctz(c + 1) chunks that ends with chunk c (a
+// Fenwick tree), merged from slots c - 1, c - 2, c - 4, ... Chunk c reads, for every set bit j of c, slot ((c >> j) << j) -
+// 1 at level 9 + j. Slot c is part of the bucket in slot parent(c) = c + 2^ctz(c + 1), so the gradients run the other way:
 // D_c = direct_c + decay D_parent(c), and D_c is also the gradient of chunk c's own state.
 // The linear scan is the same with slot c = all chunks up to c, read by chunk c + 1 alone: parent(c) = c + 1.
 //
@@ -38,9 +38,9 @@ using tile::threads;
 using tile::Unscaled;
 
 constexpr int tiles_per_chunk = 4;
-constexpr int tile_bits = 6;                // a tile is 2^6 tokens: levels 0..6 are inside it
+constexpr int tile_bits = 6;  // a tile is 2^6 tokens: levels 0..6 are inside it
 constexpr int diagonal_levels = tile_bits + 1;
-constexpr int chunk_levels = 9;             // levels 0..8 are inside a chunk of 2^8 tokens
+constexpr int chunk_levels = 9;  // levels 0..8 are inside a chunk of 2^8 tokens
 constexpr int max_key_tiles = 4;
 
 // ---- geometry --------------------------------------------------------------------------------------------------------
@@ -78,7 +78,8 @@ struct Problem {
     int slices;      // of a group's heads
     int tiles, slots, documents;
     bool log_linear;
-    bool wide_q, wide_k, wide_v, wide_o, wide_state;  // 16-byte copies
+    bool wide_q, wide_k, wide_v, wide_o, wide_state;              // 16-byte copies
+    bool paired_o, paired_o_in, paired_dq, paired_dk, paired_dv;  // two neighbours may be accessed as one word
     std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;
     const TileInfo* tile_info;
     const SlotInfo* slot_info;
@@ -89,20 +90,21 @@ struct Problem {
     T *o, *dq, *dk, *dv;
     float *dg, *dlevel_scales;
     // workspace
-    float* gamma;      // [tiles, H, 64]: sum of g from the tile's start; behind the document's end the last value again
-    double* start;     // [tiles, H]: sum of g before the tile
-    double* chunk_end; // [slots, H]: sum of g up to the chunk's end
-    T* states;         // [slots, H, K, V]
-    T* dstates;        // [slots, H, K, V]
+    float* gamma;         // [tiles, H, 64]: sum of g from the tile's start; behind the document's end the last value again
+    double* start;        // [tiles, H]: sum of g before the tile
+    double* chunk_end;    // [slots, H]: sum of g up to the chunk's end
+    T* states;            // [slots, H, K, V]
+    T* dstates;           // [slots, H, K, V]
     float* bucket_parts;  // [parts, H, K, V]
-    float* dscales;    // [tiles, H, all_levels, 64]: gradient of every level's scale, before clamping to `levels`
-    float* score_grad; // [slices of all groups, tiles, 4, 64, 64]
-    float* dq_parts;   // [slices of all groups, tiles, key_tiles, 64, 64]
+    float* dscales;       // [tiles, H, all_levels, 64]: gradient of every level's scale, before clamping to `levels`
+    float* score_grad;    // [slices of all groups, tiles, 4, 64, 64]
+    float* dq_parts;      // [slices of all groups, tiles, key_tiles, 64, 64]
     float* dk_parts;
-    float* rho;        // [tiles, H, 64]: o . do - v . dv
-    float* crossing;   // [slots, H, flow_warps]: partial sums of <bucket, what its gradient owes to its parents>
-    float* level_flow; // [slots, H, 32]: sum over the chunk of level_scales * gradient, one for each bit of the chunk's index
-    float* flow;       // [slots, H]: what crosses the chunk's end, the gradient of a decay there
+    float* rho;       // [tiles, H, 64]: o . do - v . dv
+    float* crossing;  // [slots, H, flow_warps]: partial sums of <bucket, what its gradient owes to its parents>
+    float*
+        level_flow;  // [slots, H, 32]: sum over the chunk of level_scales * gradient, one for each bit of the chunk's index
+    float* flow;     // [slots, H]: what crosses the chunk's end, the gradient of a decay there
     int flow_warps;
 
     __device__ std::int64_t at(int tile_id, int h) const { return static_cast<std::int64_t>(tile_id) * heads + h; }
@@ -228,7 +230,8 @@ __device__ __forceinline__ void wait_for_tiles() {
 
 // Writes the accumulator into rows x cols elements of a row-major matrix.
 template <class T>
-__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
+__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols,
+                                              bool aligned) {
     acc.for_pairs([&](int row, int col, float& a, float& b, int) {
         if (row >= rows || col >= cols) return;
         T* at = to + row * stride + col;
@@ -295,8 +298,9 @@ __global__ void __launch_bounds__(threads) decay_positions(Problem<T> p) {
 // y = do, over the tiles of a job. Grid: slots (or jobs) x heads, value tiles.
 template <class T, int KT, bool Reader>
 __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
-    const int h = static_cast<int>(blockIdx.x % p.heads), vt = blockIdx.y, group = h / (p.heads / p.groups), tid = threadIdx.x;
-    T* const stages = reinterpret_cast<T*>(tile::shared_memory());  // 2 x (KT + 1) tiles
+    const int h = static_cast<int>(blockIdx.x % p.heads), vt = blockIdx.y, group = h / (p.heads / p.groups),
+              tid = threadIdx.x;
+    T* const stages = reinterpret_cast<T*>(tile::shared_memory());                  // 2 x (KT + 1) tiles
     float* const weights = reinterpret_cast<float*>(stages + 2 * (KT + 1) * area);  // 2 x 64
 
     int slot = static_cast<int>(blockIdx.x / p.heads), first, last, level = 0, part = -1;
@@ -539,13 +543,15 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
     T* const strip = queries + key_tiles * area;                     // scores against tiles 0..i of the chunk
     T* const stages = strip + tiles_per_chunk * area;                // 2 tiles
     float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
-    float* const scales = gamma + edge;                          // [7][64]
-    float* const columns = scales + diagonal_levels * edge;      // [3][64]: decay of tokens of tile j to their tile's end
-    float* const rows = columns + (tiles_per_chunk - 1) * edge;  // [i + live][64]: level scale and decay of this tile's tokens
+    float* const scales = gamma + edge;                      // [7][64]
+    float* const columns = scales + diagonal_levels * edge;  // [3][64]: decay of tokens of tile j to their tile's end
+    float* const rows =
+        columns + (tiles_per_chunk - 1) * edge;  // [i + live][64]: level scale and decay of this tile's tokens
 
     for (int kt = 0; kt < key_tiles; ++kt) load_keys(p, queries + kt * area, true, info.token, info.rows, range.group, kt);
     for (int j = 0; j <= i; ++j)
-        scores(p, strip + j * area, queries, stages, false, info.token - (i - j) * edge, j == i ? info.rows : edge, range.group);
+        scores(p, strip + j * area, queries, stages, false, info.token - (i - j) * edge, j == i ? info.rows : edge,
+               range.group);
     __syncthreads();
 
     const int per_head = i + 1 + live * key_tiles, items = per_head * range.count;
@@ -602,9 +608,8 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
             if (j < i) {
                 part.clear();
                 const float* const w = columns + j * edge;
-                tile::multiply<false, false>(part, strip + j * area, stage, [w](int, int s, float2 x) {
-                    return make_float2(x.x * w[s], x.y * w[s + 1]);
-                });
+                tile::multiply<false, false>(part, strip + j * area, stage,
+                                             [w](int, int s, float2 x) { return make_float2(x.x * w[s], x.y * w[s + 1]); });
                 add_scaled(rows + j * edge);
             } else {
                 const DiagonalMask mask{gamma, scales};
@@ -625,7 +630,7 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
         }
         const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
         store_clipped(acc, p.o + info.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
-                      info.rows, p.value_width - vt * edge, p.value_width % 2 == 0);
+                      info.rows, p.value_width - vt * edge, p.paired_o);
     }
 }
 
@@ -646,12 +651,12 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
     const int i = info.index % tiles_per_chunk;
     const int bit = Diagonal ? 0 : blockIdx.x % 2;
     if (!Diagonal && (i >> bit & 1) == 0) return;
-    const int others = Diagonal ? 1 : 1 << bit;                        // tiles of the bucket
+    const int others = Diagonal ? 1 : 1 << bit;                         // tiles of the bucket
     const int first = Diagonal ? i : ((i >> bit) << bit) - (1 << bit);  // its first, in the chunk
     const int level = diagonal_levels + bit;
 
-    T* const strip = reinterpret_cast<T*>(tile::shared_memory());  // 2 tiles
-    T* const stages = strip + 2 * area;                            // 2 x (do, v)
+    T* const strip = reinterpret_cast<T*>(tile::shared_memory());      // 2 tiles
+    T* const stages = strip + 2 * area;                                // 2 x (do, v)
     float* const terms = reinterpret_cast<float*>(stages + 4 * area);  // [64][65], Diagonal
     float* const gamma = terms + edge * (edge + 1);
     float* const scales = gamma + edge;
@@ -666,7 +671,8 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
         for (int kt = 0; kt < p.key_tiles; ++kt) {
             __syncthreads();
             load_keys(p, stages, true, info.token, info.rows, range.group, kt);
-            load_keys(p, stages + area, false, info.token - (i - first - x) * edge, Diagonal ? info.rows : edge, range.group, kt);
+            load_keys(p, stages + area, false, info.token - (i - first - x) * edge, Diagonal ? info.rows : edge, range.group,
+                      kt);
             tile::commit_async();
             wait_for_tiles();
             tile::multiply<false, true>(acc, stages, stages + area, Unscaled{});
@@ -771,7 +777,8 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
             if (tid < edge) p.dscales_at(tile_id, h, level)[tid] = sums[tid] + sums[edge + tid];
         }
     }
-    float* const out = p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk + first) * area;
+    float* const out =
+        p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk + first) * area;
 #pragma unroll
     for (int x = 0; x < most; ++x)
         if (x < others) store_clipped(total[x], out + x * area, edge, edge, edge, true);
@@ -790,9 +797,9 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
     const HeadRange range = head_range(p);
     const TileInfo info = p.tile_info[tile_id];
     const int c = info.index / tiles_per_chunk, live = live_count(p, c), value_tiles = p.value_tiles;
-    T* const queries = reinterpret_cast<T*>(tile::shared_memory());  // KT tiles
-    T* const grads = queries + KT * area;                            // buffers x value_tiles tiles of do
-    T* const stages = grads + buffers * value_tiles * area;          // 2 tiles
+    T* const queries = reinterpret_cast<T*>(tile::shared_memory());     // KT tiles
+    T* const grads = queries + KT * area;                               // buffers x value_tiles tiles of do
+    T* const stages = grads + buffers * value_tiles * area;             // 2 tiles
     float* const decays = reinterpret_cast<float*>(stages + 2 * area);  // [live][64]
     float* const rows = decays + p.max_live * edge;                     // [live][64]: times the level scale
     float* const sums = rows + p.max_live * edge;                       // [2][2][64]
@@ -853,8 +860,8 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
                     wait_for_tiles();
                     flush(parity ^ 1);
                     fetch(n + 1);
-                    tile::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area, stages + (n & 1) * area,
-                                                Unscaled{});
+                    tile::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area,
+                                                stages + (n & 1) * area, Unscaled{});
                 }
                 if (kt == 0) {
 #pragma unroll
@@ -909,14 +916,15 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     T* const values = strip + tiles_per_chunk * area;             // 2 tiles
     T* const stages = values + 2 * area;                          // 2 tiles
     float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
-    float* const scales = gamma + edge;                            // [7][64]
-    float* const to_end = scales + diagonal_levels * edge;         // [64]: decay to the tile's end
-    float* const later_rows = to_end + edge;                       // [3][64]: level scale and decay of later tiles' tokens
-    float* const sums = later_rows + (tiles_per_chunk - 1) * edge; // [2][64]
+    float* const scales = gamma + edge;                             // [7][64]
+    float* const to_end = scales + diagonal_levels * edge;          // [64]: decay to the tile's end
+    float* const later_rows = to_end + edge;                        // [3][64]: level scale and decay of later tiles' tokens
+    float* const sums = later_rows + (tiles_per_chunk - 1) * edge;  // [2][64]
 
     for (int kt = 0; kt < KT; ++kt) load_keys(p, keys + kt * area, false, info.token, info.rows, range.group, kt);
     for (int m = 0; m < later; ++m)
-        scores(p, strip + m * area, keys, stages, true, info.token + m * edge, m == later - 1 ? last_rows : edge, range.group);
+        scores(p, strip + m * area, keys, stages, true, info.token + m * edge, m == later - 1 ? last_rows : edge,
+               range.group);
     __syncthreads();
 
     // A unit is a head and a value tile; its items: KT tiles of the state's gradient, then do of the tiles, last one first.
@@ -978,9 +986,8 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
             wait_for_tiles();
             fetch(n + 1);
             const float* const w = later_rows + (m - 1) * edge;
-            tile::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area, [w](int, int t, float2 x) {
-                return make_float2(x.x * w[t], x.y * w[t + 1]);
-            });
+            tile::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area,
+                                         [w](int, int t, float2 x) { return make_float2(x.x * w[t], x.y * w[t + 1]); });
         }
         acc.for_pairs([&](int s, int, float& a, float& b, int) {
             a *= to_end[s];
@@ -1001,14 +1008,13 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
         const int cols = p.value_width - vt * edge;
         const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
         const std::int64_t at = info.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge;
-        const bool aligned = p.value_width % 2 == 0;
         acc.for_pairs([&](int s, int col, float& a, float& b, int local) {
             const float2 d = tile::load_pair(grad + tile::offset<T>(s, col));
             const float2 v = tile::load_pair(value + tile::offset<T>(s, col));
             float2 o = make_float2(0.0f, 0.0f);
             if (s < info.rows && col < cols) {
                 const T* const from = p.o_in + at + s * stride + col;
-                if (aligned) {
+                if (p.paired_o_in) {
                     o = tile::load_pair(from);
                 } else {
                     o.x = tile::to_float(from[0]);
@@ -1018,7 +1024,7 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
             row_sums[local] += o.x * d.x + o.y * d.y - v.x * a - v.y * b;
         });
         store_clipped(acc, p.dv + info.token * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge,
-                      p.dv_stride, info.rows, cols, aligned && p.dv_stride % 2 == 0);
+                      p.dv_stride, info.rows, cols, p.paired_dv);
         if (vt == value_tiles - 1) {
             tile::sum_over_columns(row_sums);
             __syncthreads();
@@ -1070,7 +1076,8 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
             for (int s = 0; s < p.slices; ++s) {
                 const float2 part = tile::load_pair(
                     p.score_grad +
-                    ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area + x);
+                    ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area +
+                    x);
                 sum.x += part.x;
                 sum.y += part.y;
             }
@@ -1080,8 +1087,9 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
         tile::multiply<!Queries, false>(acc, grad, other, Unscaled{});
     }
     const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
-    store_clipped(acc, (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
-                  stride, info.rows, p.key_width - kt * edge, p.key_width % 2 == 0 && stride % 2 == 0);
+    store_clipped(acc,
+                  (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
+                  stride, info.rows, p.key_width - kt * edge, Queries ? p.paired_dq : p.paired_dk);
 }
 
 // dlevel_scales: what each level got, levels beyond the last column added to it. Grid: tiles, heads.
@@ -1221,13 +1229,16 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     for (std::int64_t d = 0; d < sequences.count; ++d) {
         const std::int64_t length = sequences.length(d);
         layout->longest = std::max(layout->longest, length);
-        const int count = static_cast<int>(ceil_div(length, edge)), chunks = static_cast<int>(ceil_div(count, tiles_per_chunk));
+        const int count = static_cast<int>(ceil_div(length, edge)),
+                  chunks = static_cast<int>(ceil_div(count, tiles_per_chunk));
         const int first_tile = static_cast<int>(tiles.size()), first_slot = static_cast<int>(slots.size());
         for (int t = 0; t < count; ++t)
-            tiles.push_back({sequences.offsets[d] + t * edge, static_cast<std::int32_t>(std::min<std::int64_t>(edge, length - t * edge)),
-                             t, first_slot + t / tiles_per_chunk, count});
+            tiles.push_back({sequences.offsets[d] + t * edge,
+                             static_cast<std::int32_t>(std::min<std::int64_t>(edge, length - t * edge)), t,
+                             first_slot + t / tiles_per_chunk, count});
         for (int c = 0; c < chunks; ++c) {
-            SlotInfo slot{first_tile + c * tiles_per_chunk, std::min(tiles_per_chunk, count - c * tiles_per_chunk), c, chunks, 0, 0};
+            SlotInfo slot{
+                first_tile + c * tiles_per_chunk, std::min(tiles_per_chunk, count - c * tiles_per_chunk), c, chunks, 0, 0};
             // The chunks that read the slot's bucket: as many as it holds, right behind it.
             const std::int64_t size = log_linear ? (static_cast<std::int64_t>(c) + 1) & ~static_cast<std::int64_t>(c) : 1;
             const int readers = static_cast<int>(std::min<std::int64_t>(size, chunks - 1 - c));
@@ -1240,7 +1251,8 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
             for (int part = 0; part < std::max(parts, 1); ++part) {
                 const int first = (c + 1 + part * chunks_per_job) * tiles_per_chunk;
                 const int last = std::min((c + 1 + std::min((part + 1) * chunks_per_job, readers)) * tiles_per_chunk, count);
-                jobs.push_back({first_slot + c, first_tile + first, readers > 0 ? last - first : 0, parts > 1 ? slot.part + part : -1});
+                jobs.push_back(
+                    {first_slot + c, first_tile + first, readers > 0 ? last - first : 0, parts > 1 ? slot.part + part : -1});
             }
             slots.push_back(slot);
         }
@@ -1280,7 +1292,8 @@ std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& seque
     const std::lock_guard lock(mutex);
     for (std::size_t i = cache.size(); i-- > 0;) {
         const auto entry = cache[i];
-        if (entry->device == exec.device && entry->log_linear == log_linear && static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
+        if (entry->device == exec.device && entry->log_linear == log_linear &&
+            static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
             std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
             cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
             cache.push_back(entry);
@@ -1320,7 +1333,8 @@ template <class... Parameters, class... Arguments>
 void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
                   Arguments&&... arguments) {
     if (shared_bytes > 48 * 1024)
-        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(shared_bytes)));
     launch(op, exec, kernel, grid, dim3(threads), shared_bytes, std::forward<Arguments>(arguments)...);
 }
@@ -1331,13 +1345,19 @@ bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::i
     return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 
+bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
+    for (auto value : multiples)
+        if (value % 2 != 0) return false;
+    return reinterpret_cast<std::uintptr_t>(pointer) % (2 * size) == 0;
+}
+
 template <class T, class Args>
 Problem<T> make_problem(const char* op, const Args& args, const Layout& layout) {
     Problem<T> p{};
     FENWICK_CHECK(args.key_width <= max_key_tiles * edge, "[{}] key_width {} is not available on CUDA; at most {}", op,
                   args.key_width, max_key_tiles * edge);
-    FENWICK_CHECK(args.value_width <= 4 * edge, "[{}] value_width {} is not available on CUDA; at most {}", op, args.value_width,
-                  4 * edge);
+    FENWICK_CHECK(args.value_width <= 4 * edge, "[{}] value_width {} is not available on CUDA; at most {}", op,
+                  args.value_width, 4 * edge);
     p.heads = static_cast<int>(args.heads);
     p.groups = static_cast<int>(args.groups);
     p.key_width = static_cast<int>(args.key_width);
@@ -1387,9 +1407,12 @@ void add_state_workspace(Arena& arena, Problem<T>& p) {
 template <class F>
 void dispatch_key_tiles(int key_tiles, F&& fn) {
     switch (key_tiles) {
-        case 1: return fn(std::integral_constant<int, 1>{});
-        case 2: return fn(std::integral_constant<int, 2>{});
-        default: return fn(std::integral_constant<int, 4>{});
+        case 1:
+            return fn(std::integral_constant<int, 1>{});
+        case 2:
+            return fn(std::integral_constant<int, 2>{});
+        default:
+            return fn(std::integral_constant<int, 4>{});
     }
 }
 
@@ -1411,7 +1434,8 @@ void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
     const auto tiles = static_cast<unsigned>(p.tiles), slots = static_cast<unsigned>(p.slots);
     const auto heads = static_cast<unsigned>(p.heads), value_tiles = static_cast<unsigned>(p.value_tiles);
     launch_tiles(op, exec, tile_decays<T>, dim3(tiles), 0, p);
-    launch_tiles(op, exec, decay_positions<T>, dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
+    launch_tiles(op, exec, decay_positions<T>,
+                 dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
     if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
     dispatch_key_tiles(p.key_tiles, [&](auto kt) {
         constexpr int KT = kt();
@@ -1420,8 +1444,9 @@ void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
     });
     const FlatGrid flat = flat_grid(p);
     dispatch_width(flat.width == wide, [&](auto w) {
-        launch(op, exec, merge_states<T, w()>, dim3(static_cast<unsigned>(p.documents) * heads * static_cast<unsigned>(flat.blocks)),
-               dim3(flat_threads), 0, p, flat.blocks);
+        launch(op, exec, merge_states<T, w()>,
+               dim3(static_cast<unsigned>(p.documents) * heads * static_cast<unsigned>(flat.blocks)), dim3(flat_threads), 0,
+               p, flat.blocks);
     });
 }
 
@@ -1434,12 +1459,14 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
         const auto layout = layout_of(exec, args.sequences, args.level_scales != nullptr);
         Problem<T> p = make_problem<T>(op, args, *layout);
         p.o = static_cast<T*>(args.o);
+        p.paired_o = is_paired(sizeof(T), args.o, {args.value_width});
         Arena arena;
         add_state_workspace(arena, p);
         arena.allocate(exec);
         build_states(op, exec, p);
         launch_tiles(op, exec, outputs<T>,
-                     dim3(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.groups * p.slices), static_cast<unsigned>(p.value_tiles)),
+                     dim3(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.groups * p.slices),
+                          static_cast<unsigned>(p.value_tiles)),
                      output_shared(p.key_tiles, p.max_live, sizeof(T)), p);
     });
 }
@@ -1461,9 +1488,14 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         p.dk_stride = args.dk_stride;
         p.dv_stride = args.dv_stride;
         p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
+        p.paired_o_in = is_paired(sizeof(T), args.o, {args.value_width});
+        p.paired_dq = is_paired(sizeof(T), args.dq, {args.dq_stride, args.key_width});
+        p.paired_dk = is_paired(sizeof(T), args.dk, {args.dk_stride, args.key_width});
+        p.paired_dv = is_paired(sizeof(T), args.dv, {args.dv_stride, args.value_width});
         const FlatGrid flat = flat_grid(p);
         p.flow_warps = flat.blocks * (flat_threads / 32);
-        const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads, slices = static_cast<std::int64_t>(p.groups) * p.slices;
+        const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads,
+                           slices = static_cast<std::int64_t>(p.groups) * p.slices;
         Arena arena;
         add_state_workspace(arena, p);
         arena.add(&p.dstates, slots * heads * p.key_width * p.value_width);
@@ -1483,9 +1515,11 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         build_states(op, exec, p);
         if (p.slots == p.documents) {
             // Only chunks of their own document: no state, no gradient of one, nothing crosses a chunk's end.
-            const auto bytes = static_cast<std::size_t>(slots * heads) * static_cast<std::size_t>(p.key_width * p.value_width) * sizeof(T);
+            const auto bytes =
+                static_cast<std::size_t>(slots * heads) * static_cast<std::size_t>(p.key_width * p.value_width) * sizeof(T);
             FENWICK_CUDA_CHECK(cudaMemsetAsync(p.dstates, 0, bytes, stream_of(exec)));
-            FENWICK_CUDA_CHECK(cudaMemsetAsync(p.flow, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
+            FENWICK_CUDA_CHECK(
+                cudaMemsetAsync(p.flow, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
         } else {
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
@@ -1499,14 +1533,17 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                        dim3(flat_threads), 0, p, flat.blocks);
             });
         }
-        launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)), p);
-        launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)), p);
+        launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)),
+                     p);
+        launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
+                     score_gradient_shared(sizeof(T)), p);
         dispatch_key_tiles(p.key_tiles, [&](auto kt) {
             constexpr int KT = kt();
             const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
             launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
                          query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
-            launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)), p);
+            launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)),
+                         p);
         });
         const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
         launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * area * sizeof(T), p, p.key_tiles);
@@ -1545,7 +1582,8 @@ __global__ void __launch_bounds__(recurrent_threads) recurrent(SsdRecurrent a) {
         const std::int64_t t = a.position + n, token = row * a.length + n;
         const T* const q = static_cast<const T*>(a.q) + token * a.q_stride + group * a.key_width;
         const T* const k = static_cast<const T*>(a.k) + token * a.k_stride + group * a.key_width;
-        const float v = active ? tile::to_float(static_cast<const T*>(a.v)[token * a.v_stride + h * a.value_width + column]) : 0.0f;
+        const float v =
+            active ? tile::to_float(static_cast<const T*>(a.v)[token * a.v_stride + h * a.value_width + column]) : 0.0f;
         const float decay = expf(static_cast<const float*>(a.g)[token * a.heads + h]);
         const auto scale = [&](int level) {
             return level_scales[(token * a.heads + h) * a.levels + min(level, static_cast<int>(a.levels) - 1)];

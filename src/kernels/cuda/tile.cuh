@@ -268,7 +268,8 @@ __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b,
                 if constexpr (!std::is_same_v<Scale, Unscaled>) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const float2 value = scale(base + lane / 4 + e % 2 * 8, k + lane % 4 * 2 + e / 2 * 8, unpack(af[m][e]));
+                        const float2 value =
+                            scale(base + lane / 4 + e % 2 * 8, k + lane % 4 * 2 + e / 2 * 8, unpack(af[m][e]));
                         af[m][e] = pack(value.x, value.y);
                     }
                 }
