@@ -4,6 +4,7 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "autograd/ops.h"
@@ -12,6 +13,7 @@
 #include "kernels/cpu/blas.h"
 #include "kernels/levels.h"
 #include "model/language_model.h"
+#include "train/config.h"
 #include "train/optimizer.h"
 
 extern "C" void openblas_set_num_threads(int count);
@@ -80,24 +82,28 @@ BENCHMARK_CAPTURE(ssd_forward_backward, log_linear, true)->RangeMultiplier(2)->R
 BENCHMARK_CAPTURE(ssd_forward, linear, false)->RangeMultiplier(8)->Range(1 << 10, 1 << 16)->UseRealTime();
 BENCHMARK_CAPTURE(ssd_forward_backward, linear, false)->RangeMultiplier(8)->Range(1 << 10, 1 << 16)->UseRealTime();
 
-// ---- training step of the quickstart model ------------------------------------------------------------------------------
+// ---- training steps of the quickstart models ----------------------------------------------------------------------------
 
-constexpr std::int64_t quickstart_rows = 8, quickstart_length = 256;
+constexpr std::int64_t vocabulary = 4096;  // as tools/quickstart makes it
 
-// configs/quickstart/log_linear_mamba2.yaml
-model::ModelConfig quickstart_config() {
-    return {.vocab_size = 4096, .hidden_size = 192, .num_layers = 4, .num_heads = 6, .head_dim = 64, .state_size = 64, .num_levels = 9};
+// configs/quickstart/<name>.yaml for rows of `length` tokens; 0: as configured
+train::RunConfig quickstart_config(const std::string& name, std::int64_t length = 0) {
+    std::vector<std::string> overrides = {"model.vocab_size=" + std::to_string(vocabulary)};
+    if (length > 0) overrides.push_back("data.sequence_length=" + std::to_string(length));
+    return train::load_config(std::string(FENWICK_SOURCE_DIR) + "/configs/quickstart/" + name + ".yaml", overrides);
 }
 
-void training_step(benchmark::State& state) {
-    model::LanguageModel model(quickstart_config(), cpu_device, DType::float32, DType::float32);
+void training_step(benchmark::State& state, const std::string& name, std::int64_t rows, std::int64_t length) {
+    const auto config = quickstart_config(name, length);
+    if (length == 0) length = config.data.sequence_length;
+    model::LanguageModel model(config.model, cpu_device, DType::float32, DType::float32);
     model.initialize(1);
-    std::vector<std::int32_t> ids(static_cast<std::size_t>(quickstart_rows * quickstart_length));
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(rows * length));
     Random random(5);
-    for (auto& id : ids) id = static_cast<std::int32_t>(random.below(4096));
-    const Tensor tokens = Tensor::from(ids, {quickstart_rows, quickstart_length});
-    const auto layout = SequenceLayout::uniform(quickstart_rows, quickstart_length);
-    train::Optimizer optimizer(model.parameters(), {});
+    for (auto& id : ids) id = static_cast<std::int32_t>(random.below(vocabulary));
+    const Tensor tokens = Tensor::from(ids, {rows, length});
+    const auto layout = SequenceLayout::uniform(rows, length);
+    train::Optimizer optimizer(model.parameters(), config.optimizer);
     std::int64_t step = 0;
     for (auto _ : state) {
         Tape tape;
@@ -109,14 +115,15 @@ void training_step(benchmark::State& state) {
         optimizer.update(++step, 1e-6, optimizer.gradient_norm());
         optimizer.zero_gradients();
     }
-    state.counters["tokens_per_s"] = benchmark::Counter(static_cast<double>(ids.size()), benchmark::Counter::kIsIterationInvariantRate);
+    state.counters["tokens_per_s"] =
+        benchmark::Counter(static_cast<double>(ids.size()), benchmark::Counter::kIsIterationInvariantRate);
 }
-BENCHMARK(training_step)->UseRealTime()->Unit(benchmark::kMillisecond);
 
 // The same step's matrix products of projections and head, forward and both gradients, by OpenBLAS alone with all threads.
 void training_step_products(benchmark::State& state) {
-    const auto config = quickstart_config();
-    const std::int64_t rows = quickstart_rows * quickstart_length, width = config.hidden_size;
+    const auto run = quickstart_config("log_linear_mamba2");
+    const auto& config = run.model;
+    const std::int64_t rows = run.train.batch_size * run.data.sequence_length, width = config.hidden_size;
     const std::int64_t inner = config.num_heads * config.head_dim;
     const std::int64_t projected =
         2 * inner + 2 * config.n_groups * config.state_size + config.num_heads * (1 + config.num_levels);
@@ -144,13 +151,28 @@ void training_step_products(benchmark::State& state) {
     openblas_set_num_threads(1);
     state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
 }
-BENCHMARK(training_step_products)->UseRealTime()->Unit(benchmark::kMillisecond);
+
+void register_training_steps() {
+    const auto quickstart = quickstart_config("log_linear_mamba2");
+    benchmark::RegisterBenchmark("training_step/quickstart", training_step, std::string("log_linear_mamba2"),
+                                 quickstart.train.batch_size, std::int64_t{0})
+        ->UseRealTime()->Unit(benchmark::kMillisecond);
+    benchmark::RegisterBenchmark("training_step/quickstart_products", training_step_products)
+        ->UseRealTime()->Unit(benchmark::kMillisecond);
+    for (const std::string name : {"transformer", "mamba2", "log_linear_mamba2", "gated_deltanet", "log_linear_gated_deltanet"})
+        for (const std::int64_t length : {1 << 10, 1 << 12, 1 << 14})
+            benchmark::RegisterBenchmark(("training_step/" + name + "/" + std::to_string(length)).c_str(), training_step, name,
+                                         std::int64_t{1}, length)
+                ->UseRealTime()->Unit(benchmark::kMillisecond);
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
     fenwick::kernels::cpu::use_fast_blas(argv);
+    fenwick::keep_freed_memory();
     benchmark::Initialize(&argc, argv);
     if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+    register_training_steps();
     benchmark::RunSpecifiedBenchmarks();
 }

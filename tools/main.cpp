@@ -1,12 +1,11 @@
 // fenwick: the command line.
-#include <malloc.h>
-
 #include <cstdio>
 #include <exception>
 #include <new>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/memory.h"
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
 #include "tools/command.h"
@@ -26,10 +25,7 @@ int report(const char* message, int code) {
 
 int main(int argc, char** argv) {
     fenwick::kernels::cpu::use_fast_blas(argv);
-    // Activations come and go by the hundred megabytes each step: keep them in the heap instead of returning each block to
-    // the system and faulting its pages in again.
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, -1);
+    fenwick::keep_freed_memory();
 
     CLI::App app("Pretraining of log-linear-attention models, from text to perplexity.", "fenwick");
     app.set_version_flag("--version", FENWICK_VERSION);

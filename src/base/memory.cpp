@@ -1,5 +1,7 @@
 #include "base/memory.h"
 
+#include <malloc.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -116,6 +118,11 @@ Buffer::~Buffer() {
         std::free(data_);
     else
         detail::cuda_release(device_.index, data_);
+}
+
+void keep_freed_memory() {
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, -1);
 }
 
 void fill_bytes(Device device, void* data, std::uint8_t value, std::size_t bytes) {

@@ -64,6 +64,10 @@ private:
     MemoryKind kind_ = MemoryKind::activations;
 };
 
+// For the start of main(): activations come and go by the hundred megabytes each step, so freed memory stays in the heap
+// instead of going back to the system and being faulted in again.
+void keep_freed_memory();
+
 // Plain byte operations on either device; on CUDA ordered on the current stream. Copies between devices synchronise
 // when host memory is involved, so that the host buffer may be reused at once.
 void fill_bytes(Device device, void* data, std::uint8_t value, std::size_t bytes);
