@@ -37,7 +37,7 @@ std::size_t complete_prefix(std::string_view text) {
 void run_generate(GenerateCommand command) {
     // One token reads every weight once: float32 as stored is faster than rounding all of them each time.
     const train::LoadedModel loaded =
-        train::load_model(checkpoint_of(command.model), device_chosen(command.device), DType::float32);
+        train::load_model(command.model, device_chosen(command.device), DType::float32);
     const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);
     std::string prompt = command.prompt;
     if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});

@@ -24,7 +24,7 @@ void run_export(ExportCommand command, bool quiet) {
     static const std::map<std::string, model::safetensors::Type> types = {{"float32", model::safetensors::Type::float32},
                                                                           {"bfloat16", model::safetensors::Type::bfloat16},
                                                                           {"float16", model::safetensors::Type::float16}};
-    const train::LoadedModel loaded = train::load_model(checkpoint_of(command.model));
+    const train::LoadedModel loaded = train::load_model(command.model);
     command.options.dtype = types.at(command.dtype);
     command.options.max_shard_bytes = static_cast<std::int64_t>(command.shard_gb * 1e9);
     const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);

@@ -98,7 +98,7 @@ void print_tokens(const std::string& path) {
 }
 
 void print_checkpoint(const std::string& given, const InfoCommand& command) {
-    const std::string path = checkpoint_of(given);
+    const std::string path = train::find_checkpoint(given);
     const auto header = train::read_checkpoint_header(path);
     const auto config = train::parse_config(header.config, path);
     print(fmt::format("checkpoint: {}", path));
@@ -154,7 +154,7 @@ void add_verify(CLI::App& app, const GlobalOptions& global) {
                                         switch (kind_of_file(given)) {
                                             case FileKind::token_file: data::TokenFile(given).verify(); break;
                                             case FileKind::checkpoint:
-                                            case FileKind::run_folder: train::verify_checkpoint(checkpoint_of(given)); break;
+                                            case FileKind::run_folder: train::verify_checkpoint(train::find_checkpoint(given)); break;
                                             default: fail("{} is no token file, checkpoint or run folder", given);
                                         }
                                         if (!global.quiet) print(given + ": every checksum is right");

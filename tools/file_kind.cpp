@@ -26,19 +26,12 @@ FileKind kind_of_file(const std::string& path) {
     fail("{} is neither a Fenwick token file nor a Fenwick checkpoint", path);
 }
 
-std::string checkpoint_of(const std::string& path) {
-    if (!fs::is_directory(path)) return path;
-    const auto latest = train::latest_complete((fs::path(path) / "checkpoints").string());
-    FENWICK_CHECK(latest.has_value(), "{} holds no complete checkpoint (checkpoints/step_N.h5)", path);
-    return *latest;
-}
-
 std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source) {
     switch (kind_of_file(source)) {
         case FileKind::token_file: return data::TokenFile(source).tokenizer();
         case FileKind::checkpoint:
         case FileKind::run_folder: {
-            const auto tokenizer = train::read_checkpoint_header(checkpoint_of(source)).tokenizer;
+            const auto tokenizer = train::read_checkpoint_header(train::find_checkpoint(source)).tokenizer;
             return data::restore_tokenizer(tokenizer.kind, tokenizer.definition);
         }
         default: return data::open_tokenizer(source);

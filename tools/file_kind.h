@@ -13,9 +13,6 @@ enum class FileKind { config, token_file, checkpoint, run_folder, other };
 // there is nothing at `path`, except for names without a file ("bytes"), which are `other`.
 FileKind kind_of_file(const std::string& path);
 
-// `path` if it is a checkpoint, the newest complete checkpoint if it is a run folder; else throws Error.
-std::string checkpoint_of(const std::string& path);
-
 // "bytes", a SentencePiece .model, or the tokenizer inside a token file, checkpoint or run folder.
 std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source);
 

@@ -213,13 +213,15 @@ void remove_old_checkpoints(const std::string& folder, std::int64_t keep) {
         fs::remove(checkpoint_path(folder, steps[i]), ignored);
 }
 
+std::string find_checkpoint(const std::string& path) {
+    if (!fs::is_directory(path)) return path;
+    const auto newest = latest_complete((fs::path(path) / "checkpoints").string());
+    FENWICK_CHECK(newest.has_value(), "{} holds no complete checkpoint (checkpoints/step_N.h5)", path);
+    return *newest;
+}
+
 LoadedModel load_model(const std::string& path, Device device, std::optional<DType> compute_dtype) {
-    std::string file_path = path;
-    if (fs::is_directory(path)) {
-        const auto newest = latest_complete(path + "/checkpoints");
-        FENWICK_CHECK(newest.has_value(), "{}: no complete checkpoint in {}/checkpoints", path, path);
-        file_path = *newest;
-    }
+    const std::string file_path = find_checkpoint(path);
     const hdf5::File file = open_checkpoint(file_path);
     CheckpointHeader header = read_header(file);
     RunConfig config = parse_config(header.config, file_path);

@@ -49,6 +49,8 @@ std::vector<std::int64_t> checkpoint_steps(const std::string& folder);      // t
 // The newest one that is complete and undamaged; others are passed over with a warning in the log.
 std::optional<std::string> latest_complete(const std::string& folder);
 void remove_old_checkpoints(const std::string& folder, std::int64_t keep);
+// `path` itself, or, where it is a run folder, its newest complete checkpoint. Throws Error if there is none.
+std::string find_checkpoint(const std::string& path);
 
 // ---- weights alone, for evaluation and generation -------------------------------------------------------------------------
 struct LoadedModel {
