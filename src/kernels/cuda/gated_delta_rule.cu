@@ -1,0 +1,1456 @@
+// The gated delta rule on CUDA, linear or log-linear, in chunks of 64 tokens. Names are those of cpu/gated_delta_rule.cpp:
+//
+//   D_ts = exp(Gamma_t - Gamma_s), e_t = exp(Gamma_t), E_t = exp(Gamma_last - Gamma_t), e_last = exp(Gamma_last)
+//   A = strict_lower(beta_t (k_t.k_s) D_ts), X = (I + A)^-1, M = ((Q K') . D) X
+//   Kh = beta e K,  Kb = E K,  Qb = e Q - M Kh,  Y = X' Kb
+//
+// prepare_chunks computes them, all chunks in parallel. A state S_l that enters a chunk is read by Qb S_l and leaves as
+//   S_l <- e_last S_l + Y' T_l,   T_l = -Kh S_l  (the level that takes the chunk's new state: beta V - Kh sum of merged S)
+// which advance_states does chunk after chunk, a block for 64 columns of a document's and head's states: columns never mix.
+// States are carried in float32 in global memory (a block's own, so they stay in the L2 cache) and multiplied as T.
+//
+// Backward, with dS_l the gradients of the states that leave:
+//   Z_l = Y dS_l,   dS_l <- e_last dS_l - Kh' Z_l + diag(lambda_l Qb)' dO                       retreat_states
+//   dQb = sum_l diag(lambda_l) dO S_l',   dKh = -sum_l Z_l S_l' - M' dQb,   dY = sum_l T_l dS_l'  state_gradients
+//   d(beta V) = (M . Lambda)' dO + Z_new, and the rest within the chunk                          chunk_gradients
+// The gradient of g is taken from every factor e, D, E it is part of, not from o.do - v.dv: in bfloat16 those would have to
+// cancel. Work goes through the sequence in rounds of chunks, the last first: only one round's states are in memory, and
+// those that enter each round.
+//
+// T = float and bfloat16 share the code (tile.cuh). No atomics; sums have a fixed order.
+#include "kernels/gated_delta_rule.h"
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/tile.cuh"
+
+namespace fenwick::kernels::cuda {
+namespace {
+
+using tile::Accumulator;
+using tile::area;
+using tile::edge;
+using tile::threads;
+using tile::Unscaled;
+
+constexpr int inside_levels = 7;  // levels 0..6 are inside a chunk of 2^6 tokens
+constexpr int max_key_tiles = 8;
+constexpr int matrix_stride = edge + 1;  // of float32 matrices in shared memory
+
+// ---- geometry --------------------------------------------------------------------------------------------------------
+
+struct ChunkInfo {
+    std::int64_t token;  // its first
+    std::int32_t rows;   // tokens in it, 1..64
+    std::int32_t index;  // in its document
+    std::int32_t has_next;
+    std::int32_t entering, leaving;  // in its round: states that enter chunks before it, and that leave them
+};
+// A document's chunks in one round.
+struct StreamInfo {
+    std::int32_t first, count;  // chunks
+    std::int32_t document;
+};
+
+// Which slots (levels from 7 on; the last one is all levels that share the last level scale) are in use before chunk c.
+__host__ __device__ __forceinline__ int slots_before(int c, int slots) {
+    const int top = 1 << (slots - 1);
+    return (c & (top - 1)) | (c >= top ? top : 0);
+}
+// How the states entering chunk c become those entering chunk c + 1: `merged` ones and the new state go to slot
+// `destination`, `kept` ones stay.
+struct Transition {
+    int destination, merged, kept;
+};
+__host__ __device__ __forceinline__ Transition transition_after(int c, int slots) {
+    const int used = slots_before(c, slots);
+    int destination = 0;
+    while (destination < slots - 1 && (c >> destination & 1) != 0) ++destination;
+    int merged = used & ((1 << destination) - 1);
+    if (destination == slots - 1) merged |= used & (1 << (slots - 1));
+    return {destination, merged, used & ~merged};
+}
+__device__ __forceinline__ int place_of(int used, int slot) { return __popc(used & ((1 << slot) - 1)); }
+__device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
+
+// Everything the kernels see. Tiles are 64 x 64; those in the workspace are laid out as in shared memory (tile::offset),
+// and float32 ones as the threads hold an Accumulator.
+template <class T>
+struct Problem {
+    int heads, key_width, value_width, key_tiles, value_tiles, levels, slots;
+    bool wide_q, wide_k, wide_v, wide_o;  // 16-byte copies
+    bool resident;                        // a chunk's operands fit in shared memory
+    std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;
+    const ChunkInfo* chunks;
+    const StreamInfo* streams;
+    const T *q, *k, *v, *d_o;
+    const float *g, *beta, *level_scales;
+    T *o, *dq, *dk, *dv;
+    float *dg, *dbeta, *dlevel_scales;
+    // workspace; [chunks, H, tiles]
+    T *weights;                            // forward: M . Lambda . beta_s
+    T *inverse, *mix;                      // backward: X, M
+    T *query, *key_start, *left_key;       // Qb, Kh, Y: key tiles
+    float* decay;                          // e_last
+    // of the present round
+    T *states, *d_states;                  // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
+    T *steps, *d_steps;                    // T_l, Z_l: [leaving states, H, V tiles]
+    float *d_query, *d_start, *d_left;     // dQb; -sum_l Z_l S_l'; dY, then X dY: [round's chunks, H, K tiles]
+    float* scale_parts;                    // [K tiles, round's chunks, H, slots, 64]
+    float* flow_parts;                     // [K tiles, round's chunks, H]: e_last sum_l <dS_l, S_l>
+
+    __device__ std::int64_t at(int chunk, int h) const { return static_cast<std::int64_t>(chunk) * heads + h; }
+    __device__ std::int64_t master_size() const { return static_cast<std::int64_t>(value_tiles) * key_tiles * area; }
+    // Of float32 states [documents, H, slots, V tiles, K tiles]
+    __device__ std::int64_t master_at(int document, int h, int vt) const {
+        return (at(document, h) * slots * value_tiles + vt) * key_tiles * area;
+    }
+    // The state in place `place` of `count` that a chunk has.
+    __device__ std::int64_t state_at(int before, int count, int h, int place) const {
+        return static_cast<std::int64_t>(before) * heads + static_cast<std::int64_t>(count) * h + place;
+    }
+    __device__ float scale(std::int64_t token, int h, int level) const {
+        if (level_scales == nullptr) return 1.0f;
+        return level_scales[(token * heads + h) * levels + min(level, levels - 1)];
+    }
+};
+
+// ---- pieces ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wait_for_tiles() {
+    tile::wait_async<0>();
+    __syncthreads();
+}
+
+// Starts copying a tile of the workspace.
+template <class T>
+__device__ __forceinline__ void load_tile(T* to, const T* from) {
+    constexpr int unit = 16 / sizeof(T);
+    const int thread = tile::thread_index();
+#pragma unroll
+    for (int n = 0; n < area / unit / threads; ++n) {
+        const int index = (n * threads + thread) * unit;
+        tile::copy_async_16(to + index, from + index, true);
+    }
+}
+
+// float32 tiles as the threads hold them: acc = from, acc += factor * from, to = acc.
+__device__ __forceinline__ void load_held(Accumulator& acc, const float* from) {
+    const int thread = tile::thread_index();
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) load(acc.x[m][n], from + ((m * 4 + n) * threads + thread) * 4);
+}
+__device__ __forceinline__ void add_held(Accumulator& acc, float factor, const float* from) {
+    Accumulator other;
+    load_held(other, from);
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc.x[m][n][e] += factor * other.x[m][n][e];
+}
+__device__ __forceinline__ void store_held(float* to, const Accumulator& acc) {
+    const int thread = tile::thread_index();
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) store(to + ((m * 4 + n) * threads + thread) * 4, acc.x[m][n]);
+}
+
+template <class T>
+__device__ __forceinline__ void load_queries(const Problem<T>& p, T* to, const ChunkInfo& c, int h, int kt) {
+    tile::load(to, p.q + c.token * p.q_stride + static_cast<std::int64_t>(h) * p.key_width + kt * edge, p.q_stride, c.rows,
+               p.key_width - kt * edge, p.wide_q);
+}
+template <class T>
+__device__ __forceinline__ void load_keys(const Problem<T>& p, T* to, const ChunkInfo& c, int h, int kt) {
+    tile::load(to, p.k + c.token * p.k_stride + static_cast<std::int64_t>(h) * p.key_width + kt * edge, p.k_stride, c.rows,
+               p.key_width - kt * edge, p.wide_k);
+}
+template <class T>
+__device__ __forceinline__ void load_values(const Problem<T>& p, T* to, const ChunkInfo& c, int h, int vt) {
+    tile::load(to, p.v + c.token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, p.v_stride, c.rows,
+               p.value_width - vt * edge, p.wide_v);
+}
+template <class T>
+__device__ __forceinline__ void load_output_grad(const Problem<T>& p, T* to, const ChunkInfo& c, int h, int vt) {
+    const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+    tile::load(to, p.d_o + c.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride, c.rows,
+               p.value_width - vt * edge, p.wide_o);
+}
+
+// Writes the accumulator into rows x cols elements of a row-major matrix.
+template <class T>
+__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
+    acc.for_pairs([&](int row, int col, float& a, float& b, int) {
+        if (row >= rows || col >= cols) return;
+        T* at = to + row * stride + col;
+        if (aligned) {
+            tile::store_pair(at, a, b);
+        } else {
+            at[0] = tile::from_float<T>(a);
+            if (col + 1 < cols) at[1] = tile::from_float<T>(b);
+        }
+    });
+}
+
+// Decays and steps of a chunk's tokens. Behind the document's end: no decay, beta 0.
+struct Gates {
+    double gamma[edge];
+    float beta[edge], from_start[edge], to_end[edge];
+
+    __device__ __forceinline__ float between(int s, int t) const {  // D_ts, s <= t
+        return __expf(fminf(static_cast<float>(gamma[t] - gamma[s]), 0.0f));
+    }
+};
+// By warp 0; a barrier must follow.
+template <class T>
+__device__ __forceinline__ void load_gates(const Problem<T>& p, Gates& gates, const ChunkInfo& c, int h) {
+    if (threadIdx.x >= 32) return;
+    const int lane = threadIdx.x, t = 2 * lane;
+    const std::int64_t at = (c.token + t) * p.heads + h;
+    const double first = t < c.rows ? p.g[at] : 0.0, second = t + 1 < c.rows ? p.g[at + p.heads] : 0.0;
+    const double sum = first + second;
+    double upto = sum;
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(0xffffffffu, upto, step);
+        if (lane >= step) upto += other;
+    }
+    const double before = lane == 0 ? 0.0 : upto - sum;
+    // The total, by a butterfly: every lane adds in the same order.
+    double total = lane == 31 ? upto : 0.0;
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+    const double gamma[2] = {before + first, upto};
+    for (int i = 0; i < 2; ++i) {
+        gates.gamma[t + i] = gamma[i];
+        gates.beta[t + i] = t + i < c.rows ? p.beta[at + i * p.heads] : 0.0f;
+        gates.from_start[t + i] = __expf(fminf(static_cast<float>(gamma[i]), 0.0f));
+        gates.to_end[t + i] = __expf(fminf(static_cast<float>(total - gamma[i]), 0.0f));
+    }
+}
+
+// Level scales 0..6 of the chunk's tokens, [7][64]; 0 behind the document's end.
+template <class T>
+__device__ __forceinline__ void load_inside_scales(const Problem<T>& p, float* scales, const ChunkInfo& c, int h) {
+    for (int n = threadIdx.x; n < inside_levels * edge; n += threads) {
+        const int t = n / inside_levels, l = n % inside_levels;
+        scales[l * edge + t] = t < c.rows ? p.scale(c.token + t, h, l) : 0.0f;
+    }
+}
+// Level scales of the slots in use, [slots][64].
+template <class T>
+__device__ __forceinline__ void load_slot_scales(const Problem<T>& p, float* scales, const ChunkInfo& c, int h, int used) {
+    for (int n = threadIdx.x; n < p.slots * edge; n += threads) {
+        const int slot = n / edge, t = n % edge;
+        if (used >> slot & 1) scales[n] = t < c.rows ? p.scale(c.token + t, h, inside_levels + slot) : 0.0f;
+    }
+}
+
+// Adds the row sums of both halves of the columns: halves[2][64]; a barrier must follow.
+__device__ __forceinline__ void put_row_sums(float (&rows)[4], float* halves) {
+    tile::sum_over_columns(rows);
+    if (threadIdx.x % 4 == 0) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) halves[tile::column_half() * edge + tile::first_row() + r * 8] = rows[r];
+    }
+}
+
+// x = (I + a)^-1, zero above the diagonal, for the strict lower part of a; float32, rows of matrix_stride. In blocks of 16:
+// those on the diagonal by substitution, a thread a column, the others by -X_ii sum_k A_ik X_kj, diagonal by diagonal.
+__device__ __forceinline__ void invert_unit_lower(const float* a, float* x) {
+    constexpr int block = 16, blocks = edge / block;
+    const int tid = threadIdx.x;
+    if (tid < edge) {
+        const int base = tid / block * block, j = tid % block;
+        float column[block];
+#pragma unroll
+        for (int i = 0; i < block; ++i) {
+            float sum = i == j ? 1.0f : 0.0f;
+#pragma unroll
+            for (int s = 0; s < i; ++s) sum -= a[(base + i) * matrix_stride + base + s] * column[s];
+            column[i] = sum;
+            x[(base + i) * matrix_stride + base + j] = sum;
+        }
+    }
+    __syncthreads();
+    for (int distance = 1; distance < blocks; ++distance) {
+        const int count = (blocks - distance) * block * block;
+        // The sums, into the mirror image above the diagonal.
+        for (int n = tid; n < count; n += threads) {
+            const int i = n / (block * block) + distance, j = i - distance, row = n / block % block, col = n % block;
+            float sum = 0;
+            for (int s = j * block; s < i * block; ++s)
+                sum += a[(i * block + row) * matrix_stride + s] * x[s * matrix_stride + j * block + col];
+            x[(j * block + row) * matrix_stride + i * block + col] = sum;
+        }
+        __syncthreads();
+        for (int n = tid; n < count; n += threads) {
+            const int i = n / (block * block) + distance, j = i - distance, row = n / block % block, col = n % block;
+            float sum = 0;
+            for (int s = 0; s <= row; ++s)
+                sum += x[(i * block + row) * matrix_stride + i * block + s] * x[(j * block + s) * matrix_stride + i * block + col];
+            x[(i * block + row) * matrix_stride + j * block + col] = -sum;
+        }
+        __syncthreads();
+    }
+    for (int n = tid; n < area; n += threads)
+        if (n / edge < n % edge) x[n / edge * matrix_stride + n % edge] = 0.0f;
+    __syncthreads();
+}
+
+// ---- a chunk by itself -------------------------------------------------------------------------------------------------
+
+struct PrepareShared {
+    Gates gates;
+    float a[edge * matrix_stride], x[edge * matrix_stride];
+    float scales[inside_levels * edge];
+};
+
+// Grid: chunks, heads.
+template <class T>
+__global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
+    const int h = blockIdx.y;
+    const ChunkInfo c = p.chunks[blockIdx.x];
+    const std::int64_t id = p.at(static_cast<int>(blockIdx.x), h);
+    T* const keys = reinterpret_cast<T*>(tile::shared_memory());
+    T* const queries = keys + area;
+    T* const inverse = queries + area;
+    T* const mix = inverse + area;
+    PrepareShared& s = *reinterpret_cast<PrepareShared*>(mix + area);
+    Gates& gates = s.gates;
+
+    load_gates(p, gates, c, h);
+    if (p.weights != nullptr) load_inside_scales(p, s.scales, c, h);
+    Accumulator kk, qk;
+    kk.clear();
+    qk.clear();
+    for (int kt = 0; kt < p.key_tiles; ++kt) {
+        if (kt > 0) __syncthreads();
+        load_keys(p, keys, c, h, kt);
+        load_queries(p, queries, c, h, kt);
+        tile::commit_async();
+        wait_for_tiles();
+        tile::multiply<false, true>(kk, keys, keys, Unscaled{});
+        tile::multiply<false, true>(qk, queries, keys, Unscaled{});
+    }
+    kk.for_pairs([&](int t, int col, float& a, float& b, int) {
+        s.a[t * matrix_stride + col] = col < t ? gates.beta[t] * a * gates.between(col, t) : 0.0f;
+        s.a[t * matrix_stride + col + 1] = col + 1 < t ? gates.beta[t] * b * gates.between(col + 1, t) : 0.0f;
+    });
+    qk.for_pairs([&](int t, int col, float& a, float& b, int) {
+        a = col <= t ? a * gates.between(col, t) : 0.0f;
+        b = col + 1 <= t ? b * gates.between(col + 1, t) : 0.0f;
+    });
+    qk.template store<T>(mix);
+    __syncthreads();
+    invert_unit_lower(s.a, s.x);
+    for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
+        const int row = n / edge, col = n % edge;
+        tile::store_pair(inverse + tile::offset<T>(row, col), s.x[row * matrix_stride + col], s.x[row * matrix_stride + col + 1]);
+    }
+    __syncthreads();
+    qk.clear();
+    tile::multiply<false, false>(qk, mix, inverse, Unscaled{});
+    __syncthreads();
+    qk.template store<T>(mix);
+    if (p.mix != nullptr) {
+        qk.template store<T>(p.mix + id * area);
+        for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
+            const float2 pair = tile::load_pair(inverse + n);
+            tile::store_pair(p.inverse + id * area + n, pair.x, pair.y);
+        }
+    }
+    if (p.weights != nullptr) {
+        Accumulator weights = qk;
+        weights.for_pairs([&](int t, int col, float& a, float& b, int) {
+            a = col <= t ? a * s.scales[bits_of(t ^ col) * edge + t] * gates.beta[col] : 0.0f;
+            b = col + 1 <= t ? b * s.scales[bits_of(t ^ (col + 1)) * edge + t] * gates.beta[col + 1] : 0.0f;
+        });
+        weights.template store<T>(p.weights + id * area);
+    }
+    if (threadIdx.x == 0) p.decay[id] = gates.from_start[edge - 1];
+
+    for (int kt = 0; kt < p.key_tiles; ++kt) {
+        const std::int64_t at = (id * p.key_tiles + kt) * area;
+        __syncthreads();
+        load_keys(p, keys, c, h, kt);
+        load_queries(p, queries, c, h, kt);
+        tile::commit_async();
+        wait_for_tiles();
+        for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
+            const float2 pair = tile::load_pair(keys + n);
+            const float factor = gates.beta[n / edge] * gates.from_start[n / edge];
+            tile::store_pair(p.key_start + at + n, factor * pair.x, factor * pair.y);
+        }
+        Accumulator acc;
+        acc.clear();
+        tile::multiply<false, false>(acc, mix, keys, [&](int, int k, float2 x) {
+            return make_float2(x.x * gates.beta[k] * gates.from_start[k], x.y * gates.beta[k + 1] * gates.from_start[k + 1]);
+        });
+        acc.for_pairs([&](int t, int col, float& a, float& b, int) {
+            const float2 query = tile::load_pair(queries + tile::offset<T>(t, col));
+            a = gates.from_start[t] * query.x - a;
+            b = gates.from_start[t] * query.y - b;
+        });
+        acc.template store<T>(p.query + at);
+        if (c.has_next == 0) continue;
+        acc.clear();
+        tile::multiply<true, false>(acc, inverse, keys, [&](int, int k, float2 x) {
+            return make_float2(x.x * gates.to_end[k], x.y * gates.to_end[k + 1]);
+        });
+        acc.template store<T>(p.left_key + at);
+    }
+}
+
+// ---- states from chunk to chunk ----------------------------------------------------------------------------------------
+
+// The chunk's Kh, Y, Qb: in shared memory all at once, or one tile at a time.
+template <class T>
+struct Operands {
+    T* shared;
+    const T* sources[3];
+    int key_tiles;
+    bool resident;
+
+    // Starts copying, if resident.
+    __device__ __forceinline__ void load(int which) {
+        if (!resident) return;
+        for (int kt = 0; kt < key_tiles; ++kt) load_tile(shared + (which * key_tiles + kt) * area, sources[which] + kt * area);
+    }
+    __device__ __forceinline__ const T* get(int which, int kt) {
+        if (resident) return shared + (which * key_tiles + kt) * area;
+        __syncthreads();
+        load_tile(shared, sources[which] + kt * area);
+        tile::commit_async();
+        wait_for_tiles();
+        return shared;
+    }
+};
+
+// Carries the states through a round's chunks, from those in `from` to those in `to`; both float32,
+// [documents, H, slots, V tiles, K tiles], and may be the same. Writes o if p.o is given, p.states and p.steps if they are.
+// Grid: streams x heads, value tiles.
+template <class T>
+__global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int first_stream, const float* from, float* to) {
+    const StreamInfo stream = p.streams[first_stream + static_cast<int>(blockIdx.x) / p.heads];
+    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, KT = p.key_tiles;
+    T* const state = reinterpret_cast<T*>(tile::shared_memory());  // K tiles
+    T* const step = state + KT * area;
+    Operands<T> operands{step + area, {}, KT, p.resident};
+    float* const scales = reinterpret_cast<float*>(operands.shared + (p.resident ? (p.o != nullptr ? 3 : 2) * KT : 1) * area);
+    float* const betas = scales + p.slots * edge;
+    const std::int64_t master = p.master_at(stream.document, h, vt);
+    from += master;
+    to += master;
+
+    for (int n = 0; n < stream.count; ++n) {
+        const ChunkInfo c = p.chunks[stream.first + n];
+        const std::int64_t id = p.at(stream.first + n, h);
+        const float* const read = n == 0 ? from : to;
+        const int used = slots_before(c.index, p.slots), used_count = __popc(used);
+        const Transition transition = transition_after(c.index, p.slots);
+        const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
+        const float decay = p.decay[id];
+        operands.sources[0] = p.key_start + id * KT * area;
+        operands.sources[1] = p.left_key + id * KT * area;
+        operands.sources[2] = p.query + id * KT * area;
+        const auto state_of = [&](int slot, int kt) { return slot * p.master_size() + kt * area; };
+
+        __syncthreads();  // the last chunk is done with shared memory
+        if (c.has_next != 0) {
+            operands.load(0);
+            operands.load(1);
+        }
+        if (p.o != nullptr) {
+            operands.load(2);
+            load_tile(state, p.weights + id * area);
+            load_slot_scales(p, scales, c, h, used);
+        }
+        load_values(p, step, c, h, vt);
+        if (threadIdx.x < edge)
+            betas[threadIdx.x] = static_cast<int>(threadIdx.x) < c.rows ? p.beta[(c.token + threadIdx.x) * p.heads + h] : 0.0f;
+        tile::commit_async();
+        wait_for_tiles();
+        Accumulator out, fresh;
+        out.clear();
+        if (p.o != nullptr) tile::multiply<false, false>(out, state, step, Unscaled{});
+        fresh.for_pairs([&](int t, int col, float& a, float& b, int) {
+            const float2 value = tile::load_pair(step + tile::offset<T>(t, col));
+            a = betas[t] * value.x;
+            b = betas[t] * value.y;
+        });
+        __syncthreads();
+
+        // What the tokens read of a state; reads += Kh S.
+        const auto visit = [&](int slot, Accumulator& reads) {
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator acc;
+                load_held(acc, read + state_of(slot, kt));
+                acc.template store<T>(state + kt * area);
+                if (p.states != nullptr)
+                    acc.template store<T>(p.states + ((p.state_at(c.entering, used_count, h, place_of(used, slot)) * p.value_tiles + vt) * KT + kt) * area);
+            }
+            __syncthreads();
+            if (p.o != nullptr) {
+                Accumulator acc;
+                acc.clear();
+                for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(acc, operands.get(2, kt), state + kt * area, Unscaled{});
+#pragma unroll
+                for (int m = 0; m < 2; ++m)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            out.x[m][j][e] += scales[slot * edge + tile::first_row() + m * 16 + e / 2 * 8] * acc.x[m][j][e];
+            }
+            if (c.has_next != 0)
+                for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(reads, operands.get(0, kt), state + kt * area, Unscaled{});
+            __syncthreads();
+        };
+        // The states of `slots` become one in slot `target`.
+        const auto leave = [&](int slots, int target, Accumulator& difference) {
+            difference.template store<T>(step);
+            if (p.steps != nullptr)
+                difference.template store<T>(p.steps + (p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * p.value_tiles + vt) * area);
+            __syncthreads();
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator acc;
+                acc.clear();
+                tile::multiply<true, false>(acc, operands.get(1, kt), step, Unscaled{});
+                for (int rest = slots; rest != 0; rest &= rest - 1) add_held(acc, decay, read + state_of(__ffs(rest) - 1, kt));
+                store_held(to + state_of(target, kt), acc);
+            }
+        };
+
+        if (c.has_next == 0) {
+            Accumulator unused;
+            for (int rest = used; rest != 0; rest &= rest - 1) visit(__ffs(rest) - 1, unused);
+        } else {
+            for (int rest = transition.kept; rest != 0; rest &= rest - 1) {
+                const int slot = __ffs(rest) - 1;
+                Accumulator reads;
+                reads.clear();
+                visit(slot, reads);
+                reads.for_pairs([](int, int, float& a, float& b, int) {
+                    a = -a;
+                    b = -b;
+                });
+                leave(1 << slot, slot, reads);
+            }
+            Accumulator reads;
+            reads.clear();
+            for (int rest = transition.merged; rest != 0; rest &= rest - 1) visit(__ffs(rest) - 1, reads);
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) fresh.x[m][j][e] -= reads.x[m][j][e];
+            __syncthreads();
+            leave(transition.merged, transition.destination, fresh);
+        }
+        if (p.o != nullptr)
+            store_clipped(out, p.o + (c.token * p.heads + h) * p.value_width + vt * edge,
+                          static_cast<std::int64_t>(p.heads) * p.value_width, c.rows, p.value_width - vt * edge,
+                          p.value_width % 2 == 0);
+    }
+}
+
+// Carries the gradients of the states back through a round's chunks, in place. Writes p.d_states and p.d_steps.
+// Grid: streams x heads, value tiles.
+template <class T>
+__global__ void __launch_bounds__(threads) retreat_states(Problem<T> p, int first_stream, float* gradients) {
+    const StreamInfo stream = p.streams[first_stream + static_cast<int>(blockIdx.x) / p.heads];
+    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, KT = p.key_tiles;
+    T* const gradient = reinterpret_cast<T*>(tile::shared_memory());  // K tiles; then Z in the first
+    T* const d_out = gradient + KT * area;
+    Operands<T> operands{d_out + area, {}, KT, p.resident};
+    float* const scales = reinterpret_cast<float*>(operands.shared + (p.resident ? 3 * KT : 1) * area);
+    gradients += p.master_at(stream.document, h, vt);
+
+    for (int n = stream.count - 1; n >= 0; --n) {
+        const ChunkInfo c = p.chunks[stream.first + n];
+        const std::int64_t id = p.at(stream.first + n, h);
+        const int used = slots_before(c.index, p.slots);
+        const Transition transition = transition_after(c.index, p.slots);
+        const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
+        const float decay = p.decay[id];
+        operands.sources[0] = p.key_start + id * KT * area;
+        operands.sources[1] = p.left_key + id * KT * area;
+        operands.sources[2] = p.query + id * KT * area;
+        const auto gradient_of = [&](int slot, int kt) { return gradients + slot * p.master_size() + kt * area; };
+
+        __syncthreads();  // the last chunk is done with shared memory
+        if (c.has_next != 0) {
+            operands.load(0);
+            operands.load(1);
+        }
+        operands.load(2);
+        load_slot_scales(p, scales, c, h, used);
+        load_output_grad(p, d_out, c, h, vt);
+        tile::commit_async();
+        wait_for_tiles();
+        const auto add_output = [&](Accumulator& acc, int slot, int kt) {
+            const float* const scale = scales + slot * edge;
+            tile::multiply<true, false>(acc, operands.get(2, kt), d_out, [&](int, int k, float2 x) {
+                return make_float2(x.x * scale[k], x.y * scale[k + 1]);
+            });
+        };
+        if (c.has_next == 0) {
+            for (int rest = used; rest != 0; rest &= rest - 1) {
+                const int slot = __ffs(rest) - 1;
+                for (int kt = 0; kt < KT; ++kt) {
+                    Accumulator acc;
+                    acc.clear();
+                    add_output(acc, slot, kt);
+                    store_held(gradient_of(slot, kt), acc);
+                }
+            }
+            continue;
+        }
+        // What left from slot `source` came from `slots`.
+        const auto retreat = [&](int source, int slots) {
+            const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, source)) * p.value_tiles + vt;
+            __syncthreads();
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator acc;
+                load_held(acc, gradient_of(source, kt));
+                acc.template store<T>(gradient + kt * area);
+                acc.template store<T>(p.d_states + (leaving * KT + kt) * area);
+            }
+            __syncthreads();
+            Accumulator z;
+            z.clear();
+            for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(z, operands.get(1, kt), gradient + kt * area, Unscaled{});
+            __syncthreads();
+            z.template store<T>(p.d_steps + leaving * area);
+            if (slots == 0) return;
+            z.template store<T>(gradient);
+            __syncthreads();
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator before;
+                before.clear();
+                tile::multiply<true, false>(before, operands.get(0, kt), gradient, Unscaled{});
+                before.for_pairs([](int, int, float& a, float& b, int) {
+                    a = -a;
+                    b = -b;
+                });
+                add_held(before, decay, gradient_of(source, kt));
+                for (int rest = slots; rest != 0; rest &= rest - 1) {
+                    const int slot = __ffs(rest) - 1;
+                    Accumulator acc = before;
+                    add_output(acc, slot, kt);
+                    store_held(gradient_of(slot, kt), acc);
+                }
+            }
+        };
+        for (int rest = transition.kept; rest != 0; rest &= rest - 1) retreat(__ffs(rest) - 1, rest & -rest);
+        retreat(transition.destination, transition.merged);
+    }
+}
+
+// ---- gradients -----------------------------------------------------------------------------------------------------------
+
+// What flows through the states: dQb, -sum Z S', dY, the level scales of the slots, and <dS, S>.
+// Grid: round's chunks, heads, key tiles.
+template <class T>
+__global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int first_chunk) {
+    const int h = blockIdx.y, kt = blockIdx.z, KT = p.key_tiles, VT = p.value_tiles;
+    const ChunkInfo c = p.chunks[first_chunk + static_cast<int>(blockIdx.x)];
+    const std::int64_t id = p.at(first_chunk + static_cast<int>(blockIdx.x), h), local = p.at(static_cast<int>(blockIdx.x), h);
+    T* const d_out = reinterpret_cast<T*>(tile::shared_memory());
+    T* const state = d_out + area;
+    T* const z = state + area;
+    T* const d_state = z + area;
+    float* const scales = reinterpret_cast<float*>(d_state + area);  // [slots][64]
+    float* const halves = scales + p.slots * edge;                   // [2][64]
+    float* const scratch = halves + 2 * edge;                        // [32]
+    const int used = slots_before(c.index, p.slots), used_count = __popc(used);
+    const Transition transition = transition_after(c.index, p.slots);
+    const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
+    const std::int64_t parts = static_cast<std::int64_t>(kt) * gridDim.x * p.heads + local;
+
+    load_slot_scales(p, scales, c, h, used);
+    Accumulator d_query, d_start;
+    d_query.clear();
+    d_start.clear();
+    float flow = 0;
+    for (int rest = used; rest != 0; rest &= rest - 1) {
+        const int slot = __ffs(rest) - 1, target = transition.merged >> slot & 1 ? transition.destination : slot;
+        const std::int64_t entering = p.state_at(c.entering, used_count, h, place_of(used, slot)) * VT;
+        const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * VT;
+        Accumulator read;  // dO S'
+        read.clear();
+        for (int vt = 0; vt < VT; ++vt) {
+            __syncthreads();
+            load_output_grad(p, d_out, c, h, vt);
+            load_tile(state, p.states + ((entering + vt) * KT + kt) * area);
+            if (c.has_next != 0) {
+                load_tile(z, p.d_steps + (leaving + vt) * area);
+                load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
+            }
+            tile::commit_async();
+            wait_for_tiles();
+            tile::multiply<false, true>(read, d_out, state, Unscaled{});
+            if (c.has_next == 0) continue;
+            tile::multiply<false, true>(d_start, z, state, Unscaled{});
+            for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
+                const float2 a = tile::load_pair(state + n), b = tile::load_pair(d_state + n);
+                flow += a.x * b.x + a.y * b.y;
+            }
+        }
+        const T* const query = p.query + (id * KT + kt) * area;
+        float rows[4] = {};
+        read.for_pairs([&](int t, int col, float& a, float& b, int r) {
+            const float2 x = tile::load_pair(query + tile::offset<T>(t, col));
+            rows[r] += x.x * a + x.y * b;
+            a *= scales[slot * edge + t];
+            b *= scales[slot * edge + t];
+        });
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) d_query.x[m][j][e] += read.x[m][j][e];
+        if (p.level_scales != nullptr) {
+            put_row_sums(rows, halves);
+            __syncthreads();
+            if (threadIdx.x < edge)
+                p.scale_parts[(parts * p.slots + slot) * edge + threadIdx.x] = halves[threadIdx.x] + halves[edge + threadIdx.x];
+        }
+    }
+    const std::int64_t at = (local * KT + kt) * area;
+    store_held(p.d_query + at, d_query);
+    if (c.has_next == 0) return;
+    d_start.for_pairs([](int, int, float& a, float& b, int) {
+        a = -a;
+        b = -b;
+    });
+    store_held(p.d_start + at, d_start);
+    flow = block_sum(flow, scratch);
+    if (threadIdx.x == 0) p.flow_parts[parts] = flow * p.decay[id];
+
+    Accumulator d_left;
+    d_left.clear();
+    for (int place = 0; place < next_count; ++place) {
+        const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place) * VT;
+        for (int vt = 0; vt < VT; ++vt) {
+            __syncthreads();
+            load_tile(z, p.steps + (leaving + vt) * area);
+            load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
+            tile::commit_async();
+            wait_for_tiles();
+            tile::multiply<false, true>(d_left, z, d_state, Unscaled{});
+        }
+    }
+    store_held(p.d_left + at, d_left);
+}
+
+struct GradientShared {
+    Gates gates;
+    float matrix[edge * matrix_stride];
+    float scales[inside_levels * edge];
+    float level_sums[inside_levels * edge];
+    float halves[3 * 2 * edge];
+};
+
+// Grid: round's chunks, heads.
+template <class T>
+__global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int first_chunk) {
+    const int h = blockIdx.y, KT = p.key_tiles, VT = p.value_tiles, tid = threadIdx.x;
+    const ChunkInfo c = p.chunks[first_chunk + static_cast<int>(blockIdx.x)];
+    const std::int64_t id = p.at(first_chunk + static_cast<int>(blockIdx.x), h), local = p.at(static_cast<int>(blockIdx.x), h);
+    T* const inverse = reinterpret_cast<T*>(tile::shared_memory());  // X
+    T* const mix = inverse + area;                                   // M
+    T* const weights = mix + area;                                   // M . Lambda, then dM, dQK
+    T* const d_a = weights + area;
+    T* const left = d_a + area;  // operands
+    T* const right = left + area;
+    GradientShared& s = *reinterpret_cast<GradientShared*>(right + area);
+    Gates& gates = s.gates;
+    const bool has_next = c.has_next != 0;
+    const int used = slots_before(c.index, p.slots);
+
+    load_tile(inverse, p.inverse + id * area);
+    load_tile(mix, p.mix + id * area);
+    tile::commit_async();
+    load_gates(p, gates, c, h);
+    load_inside_scales(p, s.scales, c, h);
+    wait_for_tiles();
+    for (int n = tid * 2; n < area; n += threads * 2) {
+        const int t = n / edge, col = n % edge;
+        const float2 x = tile::load_pair(mix + tile::offset<T>(t, col));
+        tile::store_pair(weights + tile::offset<T>(t, col), col <= t ? x.x * s.scales[bits_of(t ^ col) * edge + t] : 0.0f,
+                         col + 1 <= t ? x.y * s.scales[bits_of(t ^ (col + 1)) * edge + t] : 0.0f);
+    }
+
+    // d(beta V), and dO (beta V)'.
+    float d_betas[4] = {}, d_gammas[4] = {}, d_lasts[4] = {};
+    Accumulator d_mix;
+    d_mix.clear();
+    const Transition transition = transition_after(c.index, p.slots);
+    const int next_used = transition.kept | 1 << transition.destination;
+    const std::int64_t fresh =
+        has_next ? p.state_at(c.leaving, __popc(next_used), h, place_of(next_used, transition.destination)) * VT : 0;
+    for (int vt = 0; vt < VT; ++vt) {
+        __syncthreads();
+        load_output_grad(p, left, c, h, vt);
+        load_values(p, right, c, h, vt);
+        tile::commit_async();
+        wait_for_tiles();
+        tile::multiply<false, true>(d_mix, left, right, Unscaled{});
+        Accumulator acc;
+        acc.clear();
+        tile::multiply<true, false>(acc, weights, left, Unscaled{});
+        const T* const z = p.d_steps + (fresh + vt) * area;
+        acc.for_pairs([&](int row, int col, float& a, float& b, int r) {
+            if (has_next) {
+                const float2 more = tile::load_pair(z + tile::offset<T>(row, col));
+                a += more.x;
+                b += more.y;
+            }
+            const float2 value = tile::load_pair(right + tile::offset<T>(row, col));
+            d_betas[r] += value.x * a + value.y * b;
+            a *= gates.beta[row];
+            b *= gates.beta[row];
+        });
+        store_clipped(acc, p.dv + c.token * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, p.dv_stride,
+                      c.rows, p.value_width - vt * edge, p.value_width % 2 == 0 && p.dv_stride % 2 == 0);
+    }
+
+    // Level scales within the chunk.
+    d_mix.for_pairs([&](int t, int col, float& a, float& b, int) {
+        const float2 x = tile::load_pair(mix + tile::offset<T>(t, col));
+        a *= gates.beta[col];
+        b *= gates.beta[col + 1];
+        s.matrix[t * matrix_stride + col] = a * x.x;
+        s.matrix[t * matrix_stride + col + 1] = b * x.y;
+        a = col <= t ? a * s.scales[bits_of(t ^ col) * edge + t] : 0.0f;
+        b = col + 1 <= t ? b * s.scales[bits_of(t ^ (col + 1)) * edge + t] : 0.0f;
+    });
+    __syncthreads();
+    if (p.level_scales != nullptr) {
+        for (int n = tid; n < inside_levels * edge; n += threads) {
+            const int level = n / edge, t = n % edge, half = level == 0 ? 1 : 1 << (level - 1);
+            const int begin = level == 0 ? t : t & ~(2 * half - 1);
+            float sum = 0;
+            if (level == 0 || (t & half) != 0)
+                for (int i = begin; i < begin + half; ++i) sum += s.matrix[t * matrix_stride + i];
+            s.level_sums[n] = sum;
+        }
+        __syncthreads();
+        const std::int64_t part_stride = static_cast<std::int64_t>(gridDim.x) * p.heads * p.slots * edge;
+        for (int n = tid; n < c.rows * p.levels; n += threads) {
+            const int t = n / p.levels, column = n % p.levels;
+            float sum = 0;
+            for (int level = 0; level < inside_levels; ++level)
+                if (min(level, p.levels - 1) == column) sum += s.level_sums[level * edge + t];
+            for (int rest = used; rest != 0; rest &= rest - 1) {
+                const int slot = __ffs(rest) - 1;
+                if (min(inside_levels + slot, p.levels - 1) != column) continue;
+                const float* const part = p.scale_parts + (local * p.slots + slot) * edge + t;
+                for (int kt = 0; kt < KT; ++kt) sum += part[kt * part_stride];
+            }
+            p.dlevel_scales[((c.token + t) * p.heads + h) * p.levels + column] = sum;
+        }
+    }
+
+    // dM, then the gradient of (Q K') . D.
+    {
+        Accumulator acc;
+        acc.clear();
+        for (int kt = 0; used != 0 && kt < KT; ++kt) {
+            __syncthreads();
+            load_keys(p, right, c, h, kt);
+            tile::commit_async();
+            Accumulator d_query;
+            load_held(d_query, p.d_query + (local * KT + kt) * area);
+            d_query.template store<T>(left);
+            wait_for_tiles();
+            tile::multiply<false, true>(acc, left, right, Unscaled{});
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int t = tile::first_row() + m * 16 + e / 2 * 8;
+                    const int col = tile::column_half() * 32 + static_cast<int>(threadIdx.x) % 4 * 2 + j * 8 + e % 2;
+                    d_mix.x[m][j][e] =
+                        col <= t ? d_mix.x[m][j][e] - gates.beta[col] * gates.from_start[col] * acc.x[m][j][e] : 0.0f;
+                }
+    }
+    __syncthreads();
+    d_mix.template store<T>(weights);
+    __syncthreads();
+    Accumulator d_qk;
+    d_qk.clear();
+    tile::multiply<false, true>(d_qk, weights, inverse, Unscaled{});
+    __syncthreads();
+    d_qk.template store<T>(weights);
+
+    // dA
+    {
+        Accumulator acc;
+        acc.clear();
+        for (int kt = 0; has_next && kt < KT; ++kt) {
+            float* const d_left = p.d_left + (local * KT + kt) * area;
+            Accumulator d_end;
+            load_held(d_end, d_left);
+            __syncthreads();
+            d_end.template store<T>(left);
+            __syncthreads();
+            d_end.clear();
+            tile::multiply<false, false>(d_end, inverse, left, Unscaled{});
+            store_held(d_left, d_end);
+            __syncthreads();
+            load_tile(left, p.left_key + (id * KT + kt) * area);
+            tile::commit_async();
+            d_end.template store<T>(right);
+            wait_for_tiles();
+            tile::multiply<false, true>(acc, left, right, Unscaled{});
+        }
+        __syncthreads();
+        tile::multiply<true, false>(acc, mix, weights, Unscaled{});
+        acc.for_pairs([&](int t, int col, float& a, float& b, int) {
+            a = col < t ? -a * gates.between(col, t) : 0.0f;
+            b = col + 1 < t ? -b * gates.between(col + 1, t) : 0.0f;
+        });
+        acc.template store<T>(d_a);  // dA . D
+    }
+    d_qk.for_pairs([&](int t, int col, float& a, float& b, int) {
+        a = col <= t ? a * gates.between(col, t) : 0.0f;
+        b = col + 1 <= t ? b * gates.between(col + 1, t) : 0.0f;
+    });
+    __syncthreads();
+    d_qk.template store<T>(weights);  // dQK . D
+
+    for (int kt = 0; kt < KT; ++kt) {
+        const std::int64_t at = (local * KT + kt) * area, column = static_cast<std::int64_t>(h) * p.key_width + kt * edge;
+        const int cols = p.key_width - kt * edge;
+        __syncthreads();
+        load_keys(p, left, c, h, kt);
+        load_queries(p, right, c, h, kt);
+        tile::commit_async();
+        wait_for_tiles();
+        Accumulator acc, other;
+        if (used != 0) {
+            load_held(acc, p.d_query + at);
+        } else {
+            acc.clear();
+        }
+        acc.for_pairs([&](int t, int, float& a, float& b, int) {
+            a *= gates.from_start[t];
+            b *= gates.from_start[t];
+        });
+        tile::multiply<false, false>(acc, weights, left, Unscaled{});
+        acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
+            const float2 query = tile::load_pair(right + tile::offset<T>(t, col));
+            d_gammas[r] += query.x * a + query.y * b;
+        });
+        store_clipped(acc, p.dq + c.token * p.dq_stride + column, p.dq_stride, c.rows, cols,
+                      p.key_width % 2 == 0 && p.dq_stride % 2 == 0);
+
+        acc.clear();
+        tile::multiply<true, false>(acc, weights, right, Unscaled{});
+        tile::multiply<true, false>(acc, d_a, left, [&](int, int k, float2 x) {
+            return make_float2(x.x * gates.beta[k], x.y * gates.beta[k + 1]);
+        });
+        other.clear();
+        tile::multiply<false, false>(other, d_a, left, [&](int row, int, float2 x) {
+            return make_float2(x.x * gates.beta[row], x.y * gates.beta[row]);
+        });
+        acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
+            const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
+            d_gammas[r] -= key.x * a + key.y * b;
+        });
+        other.for_pairs([&](int t, int col, float& a, float& b, int r) {
+            const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
+            d_gammas[r] += key.x * a + key.y * b;
+        });
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
+        // sum_s dA_ts (k_t.k_s) D_ts, for d(beta): as above without beta, which may be 0.
+        other.clear();
+        tile::multiply<false, false>(other, d_a, left, Unscaled{});
+        other.for_pairs([&](int t, int col, float& a, float& b, int r) {
+            const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
+            d_betas[r] += key.x * a + key.y * b;
+        });
+        if (used != 0) {
+            __syncthreads();
+            load_held(other, p.d_query + at);
+            other.template store<T>(right);
+            __syncthreads();
+            other.clear();
+            tile::multiply<true, false>(other, mix, right, Unscaled{});
+            other.for_pairs([](int, int, float& a, float& b, int) {
+                a = -a;
+                b = -b;
+            });
+            if (has_next) add_held(other, 1.0f, p.d_start + at);
+            other.for_pairs([&](int t, int col, float& a, float& b, int r) {  // dKh
+                const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
+                a *= gates.from_start[t];
+                b *= gates.from_start[t];
+                const float product = key.x * a + key.y * b;
+                d_betas[r] += product;
+                d_gammas[r] += gates.beta[t] * product;
+                a *= gates.beta[t];
+                b *= gates.beta[t];
+            });
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
+        }
+        if (has_next) {
+            load_held(other, p.d_left + at);  // dKb
+            other.for_pairs([&](int t, int col, float& a, float& b, int r) {
+                const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
+                a *= gates.to_end[t];
+                b *= gates.to_end[t];
+                const float product = key.x * a + key.y * b;
+                d_gammas[r] -= product;
+                d_lasts[r] += product;
+            });
+#pragma unroll
+            for (int m = 0; m < 2; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
+        }
+        store_clipped(acc, p.dk + c.token * p.dk_stride + column, p.dk_stride, c.rows, cols,
+                      p.key_width % 2 == 0 && p.dk_stride % 2 == 0);
+    }
+
+    put_row_sums(d_betas, s.halves);
+    put_row_sums(d_gammas, s.halves + 2 * edge);
+    put_row_sums(d_lasts, s.halves + 4 * edge);
+    __syncthreads();
+    if (tid >= 32) return;
+    const int t = 2 * tid;
+    float gamma[2], last = 0;
+    for (int i = 0; i < 2; ++i) {
+        const float* const x = s.halves + t + i;
+        if (t + i < c.rows) p.dbeta[(c.token + t + i) * p.heads + h] = x[0] + x[edge];
+        gamma[i] = x[2 * edge] + x[3 * edge];
+        last += x[4 * edge] + x[5 * edge];
+    }
+    last = team_sum(last);
+    if (has_next && used != 0)
+        for (int kt = 0; kt < KT; ++kt) last += p.flow_parts[static_cast<std::int64_t>(kt) * gridDim.x * p.heads + local];
+    float behind = gamma[0] + gamma[1];  // of this lane and those behind it
+    for (int step = 1; step < 32; step *= 2) {
+        const float more = __shfl_down_sync(0xffffffffu, behind, step);
+        if (tid + step < 32) behind += more;
+    }
+    float after = __shfl_down_sync(0xffffffffu, behind, 1);
+    if (tid == 31) after = 0;
+    after += last;
+    const float dg[2] = {after + gamma[1] + gamma[0], after + gamma[1]};
+    for (int i = 0; i < 2; ++i)  // a document's first decay meets no state
+        if (t + i < c.rows) p.dg[(c.token + t + i) * p.heads + h] = c.index == 0 && t + i == 0 ? 0.0f : dg[i];
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+// In the backward pass, a round's states take about this many bytes; their gradients the same, and steps a part of it.
+#if defined(FENWICK_CUDA_EMULATION)
+constexpr std::int64_t round_bytes = 64 << 10;  // so that short sequences have rounds
+#else
+constexpr std::int64_t round_bytes = std::int64_t{640} << 20;
+#endif
+
+// The tables of a layout on one device. Every layer of a model asks for the same layout, so the last few are kept.
+struct Layout {
+    std::vector<std::int64_t> offsets;
+    Device device;
+    int slots = 0;
+    std::int64_t round_limit = 0;
+    struct Round {
+        int first_chunk, chunks, first_stream, streams;
+        std::int64_t entering, leaving;  // states of a head
+    };
+    std::vector<Round> rounds;
+    int chunks = 0;
+    std::int64_t longest_round = 0, most_entering = 0, most_leaving = 0;
+    Buffer memory;
+    const ChunkInfo* chunk_info = nullptr;
+    const StreamInfo* stream_info = nullptr;
+};
+
+// Rounds hold at most about `round_limit` entering states of a head.
+std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences, int slots, std::int64_t round_limit) {
+    auto layout = std::make_shared<Layout>();
+    layout->offsets.assign(sequences.offsets, sequences.offsets + sequences.count + 1);
+    layout->device = exec.device;
+    layout->slots = slots;
+    layout->round_limit = round_limit;
+    std::int64_t total = 0, most_chunks = 1;
+    const auto chunks_of = [&](std::int64_t d) { return ceil_div(sequences.length(d), edge); };
+    const auto count_bits = [](int x) {
+        std::int64_t count = 0;
+        for (; x != 0; x &= x - 1) ++count;
+        return count;
+    };
+    for (std::int64_t d = 0; d < sequences.count; ++d) {
+        most_chunks = std::max(most_chunks, chunks_of(d));
+        for (std::int64_t c = 0; c < chunks_of(d); ++c) total += count_bits(slots_before(static_cast<int>(c), slots));
+    }
+    const std::int64_t round_count = std::min(most_chunks, std::max<std::int64_t>(1, ceil_div(total, round_limit)));
+    const std::int64_t per_round = ceil_div(most_chunks, round_count);
+    std::vector<ChunkInfo> chunks;
+    std::vector<StreamInfo> streams;
+    for (std::int64_t begin = 0; begin < most_chunks; begin += per_round) {
+        Layout::Round round{static_cast<int>(chunks.size()), 0, static_cast<int>(streams.size()), 0, 0, 0};
+        for (std::int64_t d = 0; d < sequences.count; ++d) {
+            const std::int64_t count = chunks_of(d), end = std::min(begin + per_round, count);
+            if (begin >= end) continue;
+            streams.push_back({static_cast<std::int32_t>(chunks.size()), static_cast<std::int32_t>(end - begin), static_cast<std::int32_t>(d)});
+            for (std::int64_t c = begin; c < end; ++c) {
+                const int index = static_cast<int>(c);
+                const bool has_next = c + 1 < count;
+                chunks.push_back({sequences.offsets[d] + c * edge,
+                                  static_cast<std::int32_t>(std::min<std::int64_t>(edge, sequences.length(d) - c * edge)), index, has_next,
+                                  static_cast<std::int32_t>(round.entering), static_cast<std::int32_t>(round.leaving)});
+                round.entering += count_bits(slots_before(index, slots));
+                if (has_next) round.leaving += count_bits(slots_before(index + 1, slots));
+            }
+        }
+        round.chunks = static_cast<int>(chunks.size()) - round.first_chunk;
+        round.streams = static_cast<int>(streams.size()) - round.first_stream;
+        layout->longest_round = std::max<std::int64_t>(layout->longest_round, round.chunks);
+        layout->most_entering = std::max(layout->most_entering, round.entering);
+        layout->most_leaving = std::max(layout->most_leaving, round.leaving);
+        layout->rounds.push_back(round);
+    }
+    layout->chunks = static_cast<int>(chunks.size());
+    const std::size_t chunk_bytes = chunks.size() * sizeof(ChunkInfo), stream_bytes = streams.size() * sizeof(StreamInfo);
+    const auto start = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(chunk_bytes), 256));
+    layout->memory = workspace(exec, static_cast<std::int64_t>(start + stream_bytes));
+    auto* base = layout->memory.as<unsigned char>();
+    // Pageable host memory is staged before the call returns.
+    FENWICK_CUDA_CHECK(cudaMemcpyAsync(base, chunks.data(), chunk_bytes, cudaMemcpyHostToDevice, stream_of(exec)));
+    FENWICK_CUDA_CHECK(cudaMemcpyAsync(base + start, streams.data(), stream_bytes, cudaMemcpyHostToDevice, stream_of(exec)));
+    layout->chunk_info = reinterpret_cast<const ChunkInfo*>(base);
+    layout->stream_info = reinterpret_cast<const StreamInfo*>(base + start);
+    return layout;
+}
+
+std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, int slots, std::int64_t round_limit) {
+    constexpr std::size_t kept = 8;
+    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
+    static auto& mutex = *new std::mutex;
+    static auto& cache = *new std::vector<std::shared_ptr<const Layout>>;  // most recent last
+    const std::lock_guard lock(mutex);
+    for (std::size_t i = cache.size(); i-- > 0;) {
+        const auto entry = cache[i];
+        if (entry->device == exec.device && entry->slots == slots && entry->round_limit == round_limit &&
+            static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
+            std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
+            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
+            cache.push_back(entry);
+            return entry;
+        }
+    }
+    if (cache.size() == kept) cache.erase(cache.begin());
+    cache.push_back(make_layout(exec, sequences, slots, round_limit));
+    return cache.back();
+}
+
+// Carves the workspace of one call: first the sizes, then the pointers.
+class Arena {
+public:
+    template <class E>
+    void add(E** pointer, std::int64_t count) {
+        entries_.push_back({[pointer](void* at) { *pointer = static_cast<E*>(at); }, total_});
+        total_ += round_up(count * static_cast<std::int64_t>(sizeof(E)), 256);
+    }
+    void allocate(const Exec& exec) {
+        buffer_ = workspace(exec, total_);
+        for (auto& entry : entries_) entry.set(buffer_.as<unsigned char>() + entry.offset);
+    }
+
+private:
+    struct Entry {
+        std::function<void(void*)> set;
+        std::int64_t offset;
+    };
+    std::vector<Entry> entries_;
+    std::int64_t total_ = 0;
+    Buffer buffer_;
+};
+
+// launch() with the dynamic shared memory limit raised.
+template <class... Parameters, class... Arguments>
+void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
+                  Arguments&&... arguments) {
+    if (shared_bytes > 48 * 1024)
+        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(shared_bytes)));
+    launch(op, exec, kernel, grid, dim3(threads), shared_bytes, std::forward<Arguments>(arguments)...);
+}
+
+bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
+    for (auto value : multiples)
+        if (value * static_cast<std::int64_t>(size) % 16 != 0) return false;
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+}
+
+constexpr std::size_t shared_limit = 220 * 1024;  // of a block
+
+template <class T>
+std::size_t walk_shared(const Problem<T>& p, int operands) {
+    const int tiles = p.key_tiles + 1 + (p.resident ? operands * p.key_tiles : 1);
+    return static_cast<std::size_t>(tiles) * area * sizeof(T) + static_cast<std::size_t>(p.slots + 1) * edge * sizeof(float);
+}
+
+template <class Args>
+int slots_of(const Args& args) {
+    std::int64_t longest = 1;
+    for (std::int64_t d = 0; d < args.sequences.count; ++d) longest = std::max(longest, args.sequences.length(d));
+    const int bits = bit_width64(static_cast<std::uint64_t>(ceil_div(longest, edge) - 1));
+    return std::max(1, static_cast<int>(std::min<std::int64_t>(bits, args.levels - inside_levels)));
+}
+
+template <class T, class Args>
+Problem<T> make_problem(const char* op, const Args& args) {
+    FENWICK_CHECK(args.key_width <= max_key_tiles * edge, "[{}] key_width {} is not available on CUDA; at most {}", op,
+                  args.key_width, max_key_tiles * edge);
+    Problem<T> p{};
+    p.heads = static_cast<int>(args.heads);
+    p.key_width = static_cast<int>(args.key_width);
+    p.value_width = static_cast<int>(args.value_width);
+    p.key_tiles = static_cast<int>(ceil_div(args.key_width, edge));
+    p.value_tiles = static_cast<int>(ceil_div(args.value_width, edge));
+    p.levels = static_cast<int>(args.levels);
+    p.slots = slots_of(args);
+    p.resident = true;
+    p.resident = walk_shared(p, 3) <= shared_limit;
+    p.q_stride = args.q_stride;
+    p.k_stride = args.k_stride;
+    p.v_stride = args.v_stride;
+    p.wide_q = is_wide(sizeof(T), args.q, {args.q_stride, args.key_width});
+    p.wide_k = is_wide(sizeof(T), args.k, {args.k_stride, args.key_width});
+    p.wide_v = is_wide(sizeof(T), args.v, {args.v_stride, args.value_width});
+    p.q = static_cast<const T*>(args.q);
+    p.k = static_cast<const T*>(args.k);
+    p.v = static_cast<const T*>(args.v);
+    p.g = static_cast<const float*>(args.g);
+    p.beta = static_cast<const float*>(args.beta);
+    p.level_scales = args.levels > 0 ? static_cast<const float*>(args.level_scales) : nullptr;
+    return p;
+}
+
+template <class T>
+void add_chunk_workspace(Arena& arena, Problem<T>& p, std::int64_t chunks) {
+    const std::int64_t count = chunks * p.heads, keys = count * p.key_tiles * area;
+    arena.add(&p.query, keys);
+    arena.add(&p.key_start, keys);
+    arena.add(&p.left_key, keys);
+    arena.add(&p.decay, count);
+}
+
+}  // namespace
+
+void gated_delta_rule_forward(const Exec& exec, const GatedDeltaRule& args) {
+    constexpr const char* op = "gated_delta_rule_forward";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        Problem<T> p = make_problem<T>(op, args);
+        const auto layout = layout_of(exec, args.sequences, p.slots, std::int64_t{1} << 40);
+        p.chunks = layout->chunk_info;
+        p.streams = layout->stream_info;
+        p.o = static_cast<T*>(args.o);
+        const std::int64_t chunks = layout->chunks, heads = p.heads;
+        float* master = nullptr;
+        Arena arena;
+        add_chunk_workspace(arena, p, chunks);
+        arena.add(&p.weights, chunks * heads * area);
+        arena.add(&master, args.sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
+        arena.allocate(exec);
+        launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
+                     4 * area * sizeof(T) + sizeof(PrepareShared), p);
+        launch_tiles(op, exec, advance_states<T>,
+                     dim3(static_cast<unsigned>(args.sequences.count * heads), static_cast<unsigned>(p.value_tiles)), walk_shared(p, 3), p,
+                     0, static_cast<const float*>(master), master);
+    });
+}
+
+void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& args) {
+    constexpr const char* op = "gated_delta_rule_backward";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        Problem<T> p = make_problem<T>(op, args);
+        const std::int64_t heads = p.heads, state = static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
+        const std::int64_t limit = std::max<std::int64_t>(1, round_bytes / (heads * state * static_cast<std::int64_t>(sizeof(T))));
+        const auto layout = layout_of(exec, args.sequences, p.slots, limit);
+        const auto rounds = static_cast<std::int64_t>(layout->rounds.size());
+        p.chunks = layout->chunk_info;
+        p.streams = layout->stream_info;
+        p.d_o = static_cast<const T*>(args.d_o);
+        p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
+        p.dq = static_cast<T*>(args.dq);
+        p.dk = static_cast<T*>(args.dk);
+        p.dv = static_cast<T*>(args.dv);
+        p.dg = static_cast<float*>(args.dg);
+        p.dbeta = static_cast<float*>(args.dbeta);
+        p.dlevel_scales = static_cast<float*>(args.dlevel_scales);
+        p.dq_stride = args.dq_stride;
+        p.dk_stride = args.dk_stride;
+        p.dv_stride = args.dv_stride;
+
+        const std::int64_t master_size = args.sequences.count * heads * p.slots * state;
+        const std::int64_t round_keys = layout->longest_round * heads * p.key_tiles * area;
+        float *masters = nullptr, *gradients = nullptr;  // masters[r]: states entering round r; [rounds]: scratch
+        T *states = nullptr, *steps = nullptr;
+        Arena arena;
+        add_chunk_workspace(arena, p, layout->chunks);
+        arena.add(&p.inverse, static_cast<std::int64_t>(layout->chunks) * heads * area);
+        arena.add(&p.mix, static_cast<std::int64_t>(layout->chunks) * heads * area);
+        arena.add(&masters, (rounds + 1) * master_size);
+        arena.add(&gradients, master_size);
+        arena.add(&states, layout->most_entering * heads * state);
+        arena.add(&p.d_states, layout->most_leaving * heads * state);
+        arena.add(&steps, layout->most_leaving * heads * p.value_tiles * area);
+        arena.add(&p.d_steps, layout->most_leaving * heads * p.value_tiles * area);
+        arena.add(&p.d_query, round_keys);
+        arena.add(&p.d_start, round_keys);
+        arena.add(&p.d_left, round_keys);
+        arena.add(&p.scale_parts, p.key_tiles * layout->longest_round * heads * p.slots * edge);
+        arena.add(&p.flow_parts, p.key_tiles * layout->longest_round * heads);
+        arena.allocate(exec);
+
+        const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
+        launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(layout->chunks), head_blocks),
+                     4 * area * sizeof(T) + sizeof(PrepareShared), p);
+        const auto advance = [&](std::int64_t r, float* to) {
+            const auto& round = layout->rounds[static_cast<std::size_t>(r)];
+            launch_tiles(op, exec, advance_states<T>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
+                         walk_shared(p, 2), p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
+        };
+        for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
+        p.states = states;
+        p.steps = steps;
+        for (std::int64_t r = rounds; r-- > 0;) {
+            const auto& round = layout->rounds[static_cast<std::size_t>(r)];
+            const auto chunks = static_cast<unsigned>(round.chunks);
+            if (round.leaving > 0 || round.entering > 0) {
+                advance(r, masters + rounds * master_size);
+                launch_tiles(op, exec, retreat_states<T>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
+                             walk_shared(p, 3), p, round.first_stream, gradients);
+                launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
+                             4 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float), p, round.first_chunk);
+            }
+            launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks), 6 * area * sizeof(T) + sizeof(GradientShared), p,
+                         round.first_chunk);
+        }
+    });
+}
+
+// ---- recurrent form --------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int recurrent_threads = 256;
+constexpr int recurrent_columns = 32;  // value columns of a block, a lane each; warps share the keys
+
+// Grid: batch x heads, value_width / 32.
+template <class T>
+__global__ void __launch_bounds__(recurrent_threads) recurrent(GatedDeltaRuleRecurrent a) {
+    constexpr int warps = recurrent_threads / 32;
+    float(*const parts)[warps][recurrent_columns] =  // [2]
+        reinterpret_cast<float(*)[warps][recurrent_columns]>(tile::shared_memory());
+    const std::int64_t row = blockIdx.x / a.heads, h = blockIdx.x % a.heads;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const std::int64_t column = static_cast<std::int64_t>(blockIdx.y) * recurrent_columns + lane;
+    const bool active = column < a.value_width;
+    const auto* level_scales = static_cast<const float*>(a.level_scales);
+    const int levels = static_cast<int>(a.levels);
+    float* const state = static_cast<float*>(a.state) + (row * a.heads + h) * a.key_width * a.value_width + column;
+    const std::int64_t level_size = a.batch * a.heads * a.key_width * a.value_width;
+    int turn = 0;  // of the two buffers: one barrier is enough between two sums
+    const auto sum_of_warps = [&](float x) {
+        turn ^= 1;
+        parts[turn][warp][lane] = x;
+        __syncthreads();
+        float sum = 0;
+        for (int w = 0; w < warps; ++w) sum += parts[turn][w][lane];
+        return sum;
+    };
+    for (std::int64_t n = 0; n < a.length; ++n) {
+        const std::int64_t t = a.position + n, token = row * a.length + n;
+        const T* const q = static_cast<const T*>(a.q) + token * a.q_stride + h * a.key_width;
+        const T* const k = static_cast<const T*>(a.k) + token * a.k_stride + h * a.key_width;
+        const float v = active ? tile::to_float(static_cast<const T*>(a.v)[token * a.v_stride + h * a.value_width + column]) : 0.0f;
+        const float alpha = expf(static_cast<const float*>(a.g)[token * a.heads + h]);
+        const float beta = static_cast<const float*>(a.beta)[token * a.heads + h];
+        const auto scale = [&](int level) { return level_scales[(token * a.heads + h) * levels + min(level, levels - 1)]; };
+
+        if (level_scales != nullptr && t > 0 && active) {  // levels 0..ctz(t) move into level ctz(t) + 1
+            const int merged = __ffsll(t);
+            for (std::int64_t i = warp; i < a.key_width; i += warps) {
+                float* const at = state + i * a.value_width;
+                float sum = 0;
+                for (int l = 0; l < merged; ++l) {
+                    sum += at[l * level_size];
+                    at[l * level_size] = 0.0f;
+                }
+                at[merged * level_size] = sum;
+            }
+        }
+        // Live levels: 0 (empty but for what this token adds; everything when linear) and the set bits of t.
+        float out = 0;
+        for (std::int64_t rest = level_scales != nullptr ? t << 1 | 1 : 1; rest != 0; rest &= rest - 1) {
+            const int level = __ffsll(rest) - 1;
+            float* const s = state + level * level_size;
+            float read = 0;
+            if (active && (level > 0 || level_scales == nullptr))
+                for (std::int64_t i = warp; i < a.key_width; i += warps) read += tile::to_float(k[i]) * s[i * a.value_width];
+            // S <- alpha S + k u',  u = beta (v - alpha S'k), v only in level 0
+            const float u = beta * ((level == 0 ? v : 0.0f) - alpha * sum_of_warps(read));
+            if (!active) continue;
+            float sum = 0;
+            for (std::int64_t i = warp; i < a.key_width; i += warps) {
+                const float x = alpha * s[i * a.value_width] + tile::to_float(k[i]) * u;
+                s[i * a.value_width] = x;
+                sum += tile::to_float(q[i]) * x;
+            }
+            out += level_scales != nullptr ? scale(level) * sum : sum;
+        }
+        out = sum_of_warps(out);
+        if (warp == 0 && active)
+            static_cast<T*>(a.o)[(token * a.heads + h) * a.value_width + column] = tile::from_float<T>(out);
+    }
+}
+
+}  // namespace
+
+void gated_delta_rule_recurrent(const Exec& exec, const GatedDeltaRuleRecurrent& args) {
+    constexpr const char* op = "gated_delta_rule_recurrent";
+    const OperatorScope scope(op, exec);
+    dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
+        launch(op, exec, recurrent<T>,
+               dim3(static_cast<unsigned>(args.batch * args.heads), static_cast<unsigned>(ceil_div(args.value_width, recurrent_columns))),
+               dim3(recurrent_threads), 2 * (recurrent_threads / 32) * recurrent_columns * sizeof(float), args);
+    });
+}
+
+}  // namespace fenwick::kernels::cuda
