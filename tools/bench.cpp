@@ -50,9 +50,8 @@ struct SsdInputs {
 };
 
 void count_tokens(benchmark::State& state, std::int64_t tokens) {
-    state.counters["ns_per_token"] =
-        benchmark::Counter(static_cast<double>(tokens) * 1e-9,
-                           benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
+    state.counters["time_per_token"] =
+        benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
 void ssd_forward(benchmark::State& state, bool levels) {
@@ -88,7 +87,7 @@ constexpr std::int64_t vocabulary = 4096;  // as tools/quickstart makes it
 
 // configs/quickstart/<name>.yaml for rows of `length` tokens; 0: as configured
 train::RunConfig quickstart_config(const std::string& name, std::int64_t length = 0) {
-    std::vector<std::string> overrides = {"model.vocab_size=" + std::to_string(vocabulary)};
+    std::vector<std::string> overrides = {"model.vocab_size=" + std::to_string(vocabulary), "train.tokens=0", "train.steps=1000"};
     if (length > 0) overrides.push_back("data.sequence_length=" + std::to_string(length));
     return train::load_config(std::string(FENWICK_SOURCE_DIR) + "/configs/quickstart/" + name + ".yaml", overrides);
 }

@@ -19,6 +19,7 @@
 #include "base/memory.h"
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
+#include "kernels/cpu/flush_denormals.h"
 
 namespace fenwick::kernels::cpu {
 namespace {
@@ -132,6 +133,7 @@ Decays make_decays(const Plan& plan, const T* g) {
     const Index heads = plan.heads, num_chunks = plan.num_chunks();
     Decays decays{workspace<double>(plan.tokens * heads), std::vector<double>(static_cast<std::size_t>(heads * num_chunks))};
     parallel_for(0, num_chunks, block_grain(num_chunks), [&](Index begin, Index end) {
+        const FlushDenormals scope;
         for (Index c = begin; c < end; ++c) {
             const Chunk& chunk = plan.chunks[static_cast<std::size_t>(c)];
             for (Index h = 0; h < heads; ++h) {
@@ -222,6 +224,7 @@ Buffer make_states(const Plan& plan, const Decays& decays, const T* k, Index k_s
     // Every chunk's own state: sum_s (decay to the chunk's end) k_s v_s'.
     const Index units = plan.num_chunks() * heads;
     parallel_for(0, units, block_grain(units), [&](Index begin, Index end) {
+        const FlushDenormals scope;
         const Buffer scratch = workspace<T>(C * (V + 1));
         T* scaled_v = scratch.as<T>();     // [C, V]
         T* factor = scaled_v + C * V;      // [C]
@@ -245,6 +248,7 @@ Buffer make_states(const Plan& plan, const Decays& decays, const T* k, Index k_s
     // Merges, over slices of the states that fit into the cache.
     const Index slice = 4096, slices = (state_size + slice - 1) / slice;
     parallel_for(0, plan.documents() * heads * slices, 1, [&](Index begin, Index end) {
+        const FlushDenormals scope;
         for (Index unit = begin; unit < end; ++unit) {
             const Index document = unit / (heads * slices), h = unit / slices % heads, offset = unit % slices * slice;
             const Index count = std::min(slice, state_size - offset);
@@ -370,6 +374,7 @@ void forward(const Ssd& args) {
 
     const Index units = plan.num_chunks() * plan.groups;
     parallel_for(0, units, block_grain(units), [&](Index begin, Index end) {
+        const FlushDenormals scope;
         const Buffer scratch = workspace<T>(C * (2 * C + 3 * K + 2 * V + plan.chunk_levels + 3));
         T* scores = scratch.as<T>();              // [C, C]
         T* masked = scores + C * C;               // [C, C]
@@ -436,6 +441,7 @@ Buffer make_state_gradients(const Plan& plan, const Decays& decays, const SsdBac
         for (Index i = 0; i + 1 < plan.chunks_in(d); ++i) tasks.push_back({d, i, plan.last_reader(d, i) - i});
     std::stable_sort(tasks.begin(), tasks.end(), [](const Task& x, const Task& y) { return x.readers > y.readers; });
     parallel_for(0, static_cast<Index>(tasks.size()) * heads, 1, [&](Index begin, Index end) {
+        const FlushDenormals scope;
         const Buffer scratch = workspace<T>(C * (K + 3));
         T* scaled_q = scratch.as<T>();        // [C, K]
         T* since_start = scaled_q + C * K;    // [C]
@@ -468,6 +474,7 @@ Buffer make_state_gradients(const Plan& plan, const Decays& decays, const SsdBac
 
     const Index slices = (state_size + slice - 1) / slice;
     parallel_for(0, plan.documents() * heads * slices, 1, [&](Index begin, Index end) {
+        const FlushDenormals scope;
         std::vector<std::pair<Index, Index>> merges;
         for (Index unit = begin; unit < end; ++unit) {
             const Index document = unit / (heads * slices), h = unit / slices % heads, part = unit % slices;
@@ -524,6 +531,7 @@ void backward(const SsdBackward& args) {
 
     const Index units = plan.num_chunks() * plan.groups;
     parallel_for(0, units, block_grain(units), [&](Index begin, Index end) {
+        const FlushDenormals scope;
         const Buffer scratch =
             workspace<T>(C * (4 * C + 5 * K + 4 * V + plan.chunk_levels + 6) + C * std::max(K, V));
         T* scores = scratch.as<T>();           // [C, C]
@@ -630,6 +638,7 @@ void backward(const SsdBackward& args) {
 
     // Pairs of tokens with a whole chunk between them: the same amount for each of its decays.
     parallel_for(0, plan.documents() * heads, 1, [&](Index begin, Index end) {
+        const FlushDenormals scope;
         std::vector<double> whole;
         for (Index unit = begin; unit < end; ++unit) {
             const Index document = unit / heads, h = unit % heads, count = plan.chunks_in(document);
@@ -675,6 +684,7 @@ void recurrent(const SsdRecurrent& args) {
     const Index K = args.key_width, V = args.value_width, heads = args.heads, state_size = K * V;
     const Index level_stride = args.batch * heads * state_size;
     parallel_for(0, args.batch * heads, 1, [&](Index begin, Index end) {
+        const FlushDenormals scope;
         for (Index row = begin; row < end; ++row) {
             const Index b = row / heads, h = row % heads, group = h / (heads / args.groups);
             T* state = static_cast<T*>(args.state) + row * state_size;  // of level 0
