@@ -220,6 +220,12 @@ std::string find_checkpoint(const std::string& path) {
     return *newest;
 }
 
+void load_weights(const std::string& path, const model::LanguageModel& model) {
+    const hdf5::File file = open_checkpoint(find_checkpoint(path));
+    for (const auto& parameter : model.parameters())
+        read_tensor(file, weight_name(parameter.name), parameter.variable.value());
+}
+
 LoadedModel load_model(const std::string& path, Device device, std::optional<DType> compute_dtype) {
     const std::string file_path = find_checkpoint(path);
     const hdf5::File file = open_checkpoint(file_path);

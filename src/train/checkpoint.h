@@ -59,6 +59,9 @@ struct LoadedModel {
     TokenizerInfo tokenizer;
     std::int64_t step = 0;
 };
+// Fills a model's weights from a checkpoint, or from the newest complete one of a run folder. Throws Error that names the
+// first tensor that is missing, has another shape, or is damaged.
+void load_weights(const std::string& path, const model::LanguageModel& model);
 // `path`: a checkpoint, or a run folder (its newest complete checkpoint). Activations have `compute_dtype`; if it is not
 // given, float32 on the CPU and the dtype of the training on a GPU.
 LoadedModel load_model(const std::string& path, Device device = cpu_device, std::optional<DType> compute_dtype = {});

@@ -189,6 +189,8 @@ const std::vector<Section>& table() {
             at_least(0, key("micro_batch", FIELD(train.micro_batch),
                             "rows of one forward of one process; the rest is accumulated; 0: all at once")),
             at_least(0, key("seed", FIELD(train.seed), "of the initial weights and of the order of the data")),
+            key("init_from", FIELD(train.init_from),
+                "checkpoint or run folder whose weights the run begins with; empty: drawn from the seed"),
             at_least(0, key("validate_every", FIELD(train.validate_every), "steps between validations; 0: only at the end")),
             at_least(0, key("validate_tokens", FIELD(train.validate_tokens),
                             "tokens of a validation, rounded up to whole rows; 0: the whole file")),

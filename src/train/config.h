@@ -49,6 +49,7 @@ struct TrainConfig {
     std::int64_t batch_size = 8;   // rows of an optimizer step, over all processes
     std::int64_t micro_batch = 0;  // rows of one forward of one process; 0: no accumulation
     std::int64_t seed = 0;
+    std::string init_from;  // checkpoint or run folder; "": initial weights are drawn from the seed
     std::int64_t validate_every = 0;    // steps; 0: only at the end
     std::int64_t validate_tokens = 0;   // 0: the whole file
     std::int64_t checkpoint_every = 0;  // steps; 0: only at the end

@@ -93,7 +93,10 @@ public:
         adopt_tokenizer();
         config_.model.validate();
         model_.emplace(config_.model, device_, config_.weight_dtype(), config_.train.dtype);
-        model_->initialize(static_cast<std::uint64_t>(config_.train.seed));
+        if (config_.train.init_from.empty())
+            model_->initialize(static_cast<std::uint64_t>(config_.train.seed));
+        else
+            load_weights(config_.train.init_from, *model_);
         model_->set_recompute(config_.train.recompute);
         optimizer_.emplace(model_->parameters(), config_.optimizer);
         flops_per_token_ = model::training_flops_per_token(config_.model, config_.data.sequence_length);

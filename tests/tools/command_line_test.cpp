@@ -98,6 +98,15 @@ TEST_F(CommandLine, ExportAndImportAreExact) {
     ASSERT_EQ(fenwick("export " + path("imported.h5") + " " + path("again")).exit_code, 0);
     EXPECT_EQ(read(path("exported/model.safetensors")), read(path("again/model.safetensors")));
     EXPECT_EQ(read(path("exported/config.json")), read(path("again/config.json")));
+
+    // Training goes on from imported weights: a step at learning rate 0 leaves them as they are.
+    const auto trained = fenwick("train " + path("config.yaml") + " --set train.steps=1 --set optimizer.learning_rate=1e-30 --run-dir " +
+                                 path("from_import") + " --set train.init_from=" + path("imported.h5"));
+    ASSERT_EQ(trained.exit_code, 0) << trained.output;
+    ASSERT_EQ(fenwick("export " + path("from_import") + " " + path("third")).exit_code, 0);
+    EXPECT_EQ(read(path("exported/model.safetensors")), read(path("third/model.safetensors")));
+    expect_refused("train " + path("config.yaml") + " --set model.hidden_size=64 --set train.init_from=" + path("imported.h5") +
+                   " --run-dir " + path("other"), "weights/");
 }
 
 TEST_F(CommandLine, EveryCommandHasHelpWithAnExample) {
