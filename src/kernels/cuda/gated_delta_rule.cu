@@ -164,6 +164,56 @@ __device__ __forceinline__ void store_held(float* to, const Accumulator& acc) {
         for (int n = 0; n < 4; ++n) store(to + ((m * 4 + n) * threads + thread) * 4, acc.x[m][n]);
 }
 
+// Copies a tile from shared memory to the workspace.
+template <class T>
+__device__ __forceinline__ void store_tile(T* to, const T* from) {
+    struct alignas(16) Unit {
+        T values[16 / sizeof(T)];
+    };
+    const int thread = tile::thread_index();
+#pragma unroll
+    for (int n = 0; n < area * static_cast<int>(sizeof(T)) / 16 / threads; ++n)
+        reinterpret_cast<Unit*>(to)[n * threads + thread] = reinterpret_cast<const Unit*>(from)[n * threads + thread];
+}
+// acc = factor * from + sign * acc
+__device__ __forceinline__ void combine(Accumulator& acc, float factor, const Accumulator& from, float sign) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc.x[m][n][e] = factor * from.x[m][n][e] + sign * acc.x[m][n][e];
+}
+// The elements of a tile that a thread's Accumulator has, as they are.
+template <class T>
+struct HeldTile {
+    std::conditional_t<std::is_same_v<T, float>, float2, std::uint32_t> pairs[16];
+
+    __device__ __forceinline__ void load(const T* from) {
+        Accumulator unused;
+        unused.clear();
+        int i = 0;
+        unused.for_pairs([&](int row, int col, float&, float&, int) {
+            memcpy(&pairs[i++], from + tile::offset<T>(row, col), sizeof(pairs[0]));
+        });
+    }
+    // acc = factor(row) * tile - acc
+    template <class F>
+    __device__ __forceinline__ void subtract(Accumulator& acc, F&& factor) const {
+        int i = 0;
+        acc.for_pairs([&](int row, int, float& a, float& b, int) {
+            float2 pair;
+            if constexpr (std::is_same_v<T, float>) {
+                pair = pairs[i++];
+            } else {
+                pair = tile::unpack(pairs[i++]);
+            }
+            a = factor(row) * pair.x - a;
+            b = factor(row) * pair.y - b;
+        });
+    }
+};
+
 template <class T>
 __device__ __forceinline__ void load_queries(const Problem<T>& p, T* to, const ChunkInfo& c, int h, int kt) {
     tile::load(to, p.q + c.token * p.q_stride + static_cast<std::int64_t>(h) * p.key_width + kt * edge, p.q_stride, c.rows,
@@ -434,22 +484,46 @@ struct Operands {
     }
 };
 
+// Float32 states of a block on their way: KT tiles in registers, loaded before they are needed. KT = 0: any number of key
+// tiles, loaded where they are used.
+template <int KT>
+struct Carried {
+    Accumulator tiles[KT];
+
+    __device__ __forceinline__ void fetch(const float* from) {
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt) load_held(tiles[kt], from + kt * area);
+    }
+};
+template <>
+struct Carried<0> {
+    __device__ __forceinline__ void fetch(const float*) {}
+};
+
 // Carries the states through a round's chunks, from those in `from` to those in `to`; both float32,
 // [documents, H, slots, V tiles, K tiles], and may be the same. Writes o if p.o is given, p.states and p.steps if they are.
-// Grid: streams x heads, value tiles.
-template <class T>
+// A chunk's states are visited in this order: those kept, then those merged. Grid: streams x heads, value tiles.
+template <class T, int KT>
 __global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int first_stream, const float* from, float* to) {
     const StreamInfo stream = p.streams[first_stream + static_cast<int>(blockIdx.x) / p.heads];
-    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, KT = p.key_tiles;
+    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, key_tiles = KT > 0 ? KT : p.key_tiles;
     T* const state = reinterpret_cast<T*>(tile::shared_memory());  // K tiles
-    T* const step = state + KT * area;
-    Operands<T> operands{step + area, {}, KT, p.resident};
-    float* const scales = reinterpret_cast<float*>(operands.shared + (p.resident ? (p.o != nullptr ? 3 : 2) * KT : 1) * area);
+    T* const step = state + key_tiles * area;
+    Operands<T> operands{step + area, {}, key_tiles, KT > 0 || p.resident};
+    float* const scales =
+        reinterpret_cast<float*>(operands.shared + (operands.resident ? (p.o != nullptr ? 3 : 2) * key_tiles : 1) * area);
     float* const betas = scales + p.slots * edge;
     const std::int64_t master = p.master_at(stream.document, h, vt);
     from += master;
     to += master;
+    const auto state_of = [&](int slot, int kt) { return slot * p.master_size() + kt * area; };
 
+    Carried<KT> carried;
+    if (stream.count > 0) {
+        const Transition first = transition_after(p.chunks[stream.first].index, p.slots);
+        const int slots = first.kept != 0 ? first.kept : first.merged;
+        if (slots != 0) carried.fetch(from + state_of(__ffs(slots) - 1, 0));
+    }
     for (int n = 0; n < stream.count; ++n) {
         const ChunkInfo c = p.chunks[stream.first + n];
         const std::int64_t id = p.at(stream.first + n, h);
@@ -458,10 +532,15 @@ __global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int firs
         const Transition transition = transition_after(c.index, p.slots);
         const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
         const float decay = p.decay[id];
-        operands.sources[0] = p.key_start + id * KT * area;
-        operands.sources[1] = p.left_key + id * KT * area;
-        operands.sources[2] = p.query + id * KT * area;
-        const auto state_of = [&](int slot, int kt) { return slot * p.master_size() + kt * area; };
+        operands.sources[0] = p.key_start + id * key_tiles * area;
+        operands.sources[1] = p.left_key + id * key_tiles * area;
+        operands.sources[2] = p.query + id * key_tiles * area;
+        // The first state that the next chunk of this round visits, or -1.
+        int upcoming = -1;
+        if (n + 1 < stream.count) {
+            const Transition next = transition_after(c.index + 1, p.slots);
+            upcoming = __ffs(next.kept != 0 ? next.kept : next.merged) - 1;
+        }
 
         __syncthreads();  // the last chunk is done with shared memory
         if (c.has_next != 0) {
@@ -478,30 +557,35 @@ __global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int firs
             betas[threadIdx.x] = static_cast<int>(threadIdx.x) < c.rows ? p.beta[(c.token + threadIdx.x) * p.heads + h] : 0.0f;
         tile::commit_async();
         wait_for_tiles();
-        Accumulator out, fresh;
+        Accumulator out;
         out.clear();
         if (p.o != nullptr) tile::multiply<false, false>(out, state, step, Unscaled{});
-        fresh.for_pairs([&](int t, int col, float& a, float& b, int) {
-            const float2 value = tile::load_pair(step + tile::offset<T>(t, col));
-            a = betas[t] * value.x;
-            b = betas[t] * value.y;
-        });
+        HeldTile<T> values;
+        values.load(step);
         __syncthreads();
 
-        // What the tokens read of a state; reads += Kh S.
-        const auto visit = [&](int slot, Accumulator& reads) {
-            for (int kt = 0; kt < KT; ++kt) {
-                Accumulator acc;
-                load_held(acc, read + state_of(slot, kt));
-                acc.template store<T>(state + kt * area);
-                if (p.states != nullptr)
-                    acc.template store<T>(p.states + ((p.state_at(c.entering, used_count, h, place_of(used, slot)) * p.value_tiles + vt) * KT + kt) * area);
+        // What the tokens read of a state; reads += Kh S. `next`: the state to fetch then, or -1.
+        const auto visit = [&](int slot, Accumulator& reads, int next) {
+            if constexpr (KT > 0) {
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) carried.tiles[kt].template store<T>(state + kt * area);
+                if (next >= 0) carried.fetch(read + state_of(next, 0));
+            } else {
+                for (int kt = 0; kt < key_tiles; ++kt) {
+                    Accumulator acc;
+                    load_held(acc, read + state_of(slot, kt));
+                    acc.template store<T>(state + kt * area);
+                }
             }
             __syncthreads();
+            if (p.states != nullptr)
+                for (int kt = 0; kt < key_tiles; ++kt)
+                    store_tile(p.states + ((p.state_at(c.entering, used_count, h, place_of(used, slot)) * p.value_tiles + vt) * key_tiles + kt) * area,
+                               state + kt * area);
             if (p.o != nullptr) {
                 Accumulator acc;
                 acc.clear();
-                for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(acc, operands.get(2, kt), state + kt * area, Unscaled{});
+                for (int kt = 0; kt < key_tiles; ++kt) tile::multiply<false, false>(acc, operands.get(2, kt), state + kt * area, Unscaled{});
 #pragma unroll
                 for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -511,50 +595,56 @@ __global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int firs
                             out.x[m][j][e] += scales[slot * edge + tile::first_row() + m * 16 + e / 2 * 8] * acc.x[m][j][e];
             }
             if (c.has_next != 0)
-                for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(reads, operands.get(0, kt), state + kt * area, Unscaled{});
+                for (int kt = 0; kt < key_tiles; ++kt) tile::multiply<false, false>(reads, operands.get(0, kt), state + kt * area, Unscaled{});
             __syncthreads();
         };
-        // The states of `slots` become one in slot `target`.
-        const auto leave = [&](int slots, int target, Accumulator& difference) {
+        // The states of `slots`, the last of which is carried, become one in slot `target`. `next`: the address of the state
+        // to fetch then, or null.
+        const auto leave = [&](int slots, int target, Accumulator& difference, const float* next) {
             difference.template store<T>(step);
-            if (p.steps != nullptr)
-                difference.template store<T>(p.steps + (p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * p.value_tiles + vt) * area);
             __syncthreads();
-            for (int kt = 0; kt < KT; ++kt) {
-                Accumulator acc;
-                acc.clear();
-                tile::multiply<true, false>(acc, operands.get(1, kt), step, Unscaled{});
-                for (int rest = slots; rest != 0; rest &= rest - 1) add_held(acc, decay, read + state_of(__ffs(rest) - 1, kt));
-                store_held(to + state_of(target, kt), acc);
+            if (p.steps != nullptr)
+                store_tile(p.steps + (p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * p.value_tiles + vt) * area, step);
+            if constexpr (KT > 0) {
+                const int others = slots & ~(slots != 0 ? 1 << (31 - __clz(slots)) : 0);
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) {
+                    Accumulator acc;
+                    acc.clear();
+                    tile::multiply<true, false>(acc, operands.get(1, kt), step, Unscaled{});
+                    if (slots != 0) combine(acc, decay, carried.tiles[kt], 1.0f);
+                    for (int rest = others; rest != 0; rest &= rest - 1) add_held(acc, decay, read + state_of(__ffs(rest) - 1, kt));
+                    store_held(to + state_of(target, kt), acc);
+                    if (next != nullptr) load_held(carried.tiles[kt], next + kt * area);
+                }
+            } else {
+                for (int kt = 0; kt < key_tiles; ++kt) {
+                    Accumulator acc;
+                    acc.clear();
+                    tile::multiply<true, false>(acc, operands.get(1, kt), step, Unscaled{});
+                    for (int rest = slots; rest != 0; rest &= rest - 1) add_held(acc, decay, read + state_of(__ffs(rest) - 1, kt));
+                    store_held(to + state_of(target, kt), acc);
+                }
             }
         };
 
-        if (c.has_next == 0) {
-            Accumulator unused;
-            for (int rest = used; rest != 0; rest &= rest - 1) visit(__ffs(rest) - 1, unused);
-        } else {
-            for (int rest = transition.kept; rest != 0; rest &= rest - 1) {
-                const int slot = __ffs(rest) - 1;
-                Accumulator reads;
-                reads.clear();
-                visit(slot, reads);
-                reads.for_pairs([](int, int, float& a, float& b, int) {
-                    a = -a;
-                    b = -b;
-                });
-                leave(1 << slot, slot, reads);
-            }
+        for (int rest = transition.kept; rest != 0; rest &= rest - 1) {
+            const int slot = __ffs(rest) - 1, more = rest & (rest - 1);
+            const int next = __ffs(more != 0 ? more : transition.merged) - 1;
             Accumulator reads;
             reads.clear();
-            for (int rest = transition.merged; rest != 0; rest &= rest - 1) visit(__ffs(rest) - 1, reads);
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) fresh.x[m][j][e] -= reads.x[m][j][e];
+            visit(slot, reads, c.has_next != 0 ? -1 : next);
+            if (c.has_next == 0) continue;
+            combine(reads, 0.0f, reads, -1.0f);
+            leave(1 << slot, slot, reads, next >= 0 ? read + state_of(next, 0) : nullptr);
+        }
+        Accumulator reads;
+        reads.clear();
+        for (int rest = transition.merged; rest != 0; rest &= rest - 1) visit(__ffs(rest) - 1, reads, __ffs(rest & (rest - 1)) - 1);
+        if (c.has_next != 0) {
+            values.subtract(reads, [&](int row) { return betas[row]; });
             __syncthreads();
-            leave(transition.merged, transition.destination, fresh);
+            leave(transition.merged, transition.destination, reads, upcoming >= 0 ? to + state_of(upcoming, 0) : nullptr);
         }
         if (p.o != nullptr)
             store_clipped(out, p.o + (c.token * p.heads + h) * p.value_width + vt * edge,
@@ -563,18 +653,28 @@ __global__ void __launch_bounds__(threads) advance_states(Problem<T> p, int firs
     }
 }
 
-// Carries the gradients of the states back through a round's chunks, in place. Writes p.d_states and p.d_steps.
-// Grid: streams x heads, value tiles.
-template <class T>
+// Carries the gradients of the states back through a round's chunks, in place. Writes p.d_states and p.d_steps. What left a
+// chunk is visited in this order: kept slots, then the destination. Grid: streams x heads, value tiles.
+template <class T, int KT>
 __global__ void __launch_bounds__(threads) retreat_states(Problem<T> p, int first_stream, float* gradients) {
     const StreamInfo stream = p.streams[first_stream + static_cast<int>(blockIdx.x) / p.heads];
-    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, KT = p.key_tiles;
+    const int h = static_cast<int>(blockIdx.x) % p.heads, vt = blockIdx.y, key_tiles = KT > 0 ? KT : p.key_tiles;
     T* const gradient = reinterpret_cast<T*>(tile::shared_memory());  // K tiles; then Z in the first
-    T* const d_out = gradient + KT * area;
-    Operands<T> operands{d_out + area, {}, KT, p.resident};
-    float* const scales = reinterpret_cast<float*>(operands.shared + (p.resident ? 3 * KT : 1) * area);
+    T* const d_out = gradient + key_tiles * area;
+    Operands<T> operands{d_out + area, {}, key_tiles, KT > 0 || p.resident};
+    float* const scales = reinterpret_cast<float*>(operands.shared + (operands.resident ? 3 * key_tiles : 1) * area);
     gradients += p.master_at(stream.document, h, vt);
+    const auto gradient_of = [&](int slot, int kt) { return gradients + slot * p.master_size() + kt * area; };
+    const auto first_source = [&](int index) {
+        const Transition transition = transition_after(index, p.slots);
+        return transition.kept != 0 ? __ffs(transition.kept) - 1 : transition.destination;
+    };
 
+    Carried<KT> carried;
+    if (stream.count > 0) {
+        const ChunkInfo last = p.chunks[stream.first + stream.count - 1];
+        if (last.has_next != 0) carried.fetch(gradient_of(first_source(last.index), 0));
+    }
     for (int n = stream.count - 1; n >= 0; --n) {
         const ChunkInfo c = p.chunks[stream.first + n];
         const std::int64_t id = p.at(stream.first + n, h);
@@ -582,10 +682,10 @@ __global__ void __launch_bounds__(threads) retreat_states(Problem<T> p, int firs
         const Transition transition = transition_after(c.index, p.slots);
         const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
         const float decay = p.decay[id];
-        operands.sources[0] = p.key_start + id * KT * area;
-        operands.sources[1] = p.left_key + id * KT * area;
-        operands.sources[2] = p.query + id * KT * area;
-        const auto gradient_of = [&](int slot, int kt) { return gradients + slot * p.master_size() + kt * area; };
+        operands.sources[0] = p.key_start + id * key_tiles * area;
+        operands.sources[1] = p.left_key + id * key_tiles * area;
+        operands.sources[2] = p.query + id * key_tiles * area;
+        const float* const upcoming = n > 0 ? gradient_of(first_source(c.index - 1), 0) : nullptr;
 
         __syncthreads();  // the last chunk is done with shared memory
         if (c.has_next != 0) {
@@ -606,53 +706,77 @@ __global__ void __launch_bounds__(threads) retreat_states(Problem<T> p, int firs
         if (c.has_next == 0) {
             for (int rest = used; rest != 0; rest &= rest - 1) {
                 const int slot = __ffs(rest) - 1;
-                for (int kt = 0; kt < KT; ++kt) {
+                for (int kt = 0; kt < key_tiles; ++kt) {
                     Accumulator acc;
                     acc.clear();
                     add_output(acc, slot, kt);
                     store_held(gradient_of(slot, kt), acc);
                 }
             }
+            if (upcoming != nullptr) carried.fetch(upcoming);
             continue;
         }
-        // What left from slot `source` came from `slots`.
-        const auto retreat = [&](int source, int slots) {
+        // What left from slot `source` came from `slots`. `next`: the gradient to fetch then, or null.
+        const auto retreat = [&](int source, int slots, const float* next) {
             const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, source)) * p.value_tiles + vt;
             __syncthreads();
-            for (int kt = 0; kt < KT; ++kt) {
-                Accumulator acc;
-                load_held(acc, gradient_of(source, kt));
-                acc.template store<T>(gradient + kt * area);
-                acc.template store<T>(p.d_states + (leaving * KT + kt) * area);
+            if constexpr (KT > 0) {
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) carried.tiles[kt].template store<T>(gradient + kt * area);
+            } else {
+                for (int kt = 0; kt < key_tiles; ++kt) {
+                    Accumulator acc;
+                    load_held(acc, gradient_of(source, kt));
+                    acc.template store<T>(gradient + kt * area);
+                }
             }
             __syncthreads();
+            for (int kt = 0; kt < key_tiles; ++kt) store_tile(p.d_states + (leaving * key_tiles + kt) * area, gradient + kt * area);
             Accumulator z;
             z.clear();
-            for (int kt = 0; kt < KT; ++kt) tile::multiply<false, false>(z, operands.get(1, kt), gradient + kt * area, Unscaled{});
+            for (int kt = 0; kt < key_tiles; ++kt) tile::multiply<false, false>(z, operands.get(1, kt), gradient + kt * area, Unscaled{});
             __syncthreads();
-            z.template store<T>(p.d_steps + leaving * area);
-            if (slots == 0) return;
             z.template store<T>(gradient);
             __syncthreads();
-            for (int kt = 0; kt < KT; ++kt) {
-                Accumulator before;
-                before.clear();
-                tile::multiply<true, false>(before, operands.get(0, kt), gradient, Unscaled{});
-                before.for_pairs([](int, int, float& a, float& b, int) {
-                    a = -a;
-                    b = -b;
-                });
-                add_held(before, decay, gradient_of(source, kt));
+            store_tile(p.d_steps + leaving * area, gradient);
+            if (slots == 0) {
+                if (next != nullptr) carried.fetch(next);
+                return;
+            }
+            const auto finish = [&](Accumulator& before, int kt) {
                 for (int rest = slots; rest != 0; rest &= rest - 1) {
                     const int slot = __ffs(rest) - 1;
                     Accumulator acc = before;
                     add_output(acc, slot, kt);
                     store_held(gradient_of(slot, kt), acc);
                 }
+            };
+            if constexpr (KT > 0) {
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) {
+                    Accumulator before;
+                    before.clear();
+                    tile::multiply<true, false>(before, operands.get(0, kt), gradient, Unscaled{});
+                    combine(before, decay, carried.tiles[kt], -1.0f);
+                    finish(before, kt);
+                    if (next != nullptr) load_held(carried.tiles[kt], next + kt * area);
+                }
+            } else {
+                for (int kt = 0; kt < key_tiles; ++kt) {
+                    Accumulator before;
+                    before.clear();
+                    tile::multiply<true, false>(before, operands.get(0, kt), gradient, Unscaled{});
+                    combine(before, 0.0f, before, -1.0f);
+                    add_held(before, decay, gradient_of(source, kt));
+                    finish(before, kt);
+                }
             }
         };
-        for (int rest = transition.kept; rest != 0; rest &= rest - 1) retreat(__ffs(rest) - 1, rest & -rest);
-        retreat(transition.destination, transition.merged);
+        for (int rest = transition.kept; rest != 0; rest &= rest - 1) {
+            const int more = rest & (rest - 1);
+            retreat(__ffs(rest) - 1, rest & -rest, gradient_of(more != 0 ? __ffs(more) - 1 : transition.destination, 0));
+        }
+        retreat(transition.destination, transition.merged, upcoming);
     }
 }
 
@@ -669,7 +793,8 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
     T* const state = d_out + area;
     T* const z = state + area;
     T* const d_state = z + area;
-    float* const scales = reinterpret_cast<float*>(d_state + area);  // [slots][64]
+    T* const step = d_state + area;
+    float* const scales = reinterpret_cast<float*>(step + area);  // [slots][64]
     float* const halves = scales + p.slots * edge;                   // [2][64]
     float* const scratch = halves + 2 * edge;                        // [32]
     const int used = slots_before(c.index, p.slots), used_count = __popc(used);
@@ -678,14 +803,17 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
     const std::int64_t parts = static_cast<std::int64_t>(kt) * gridDim.x * p.heads + local;
 
     load_slot_scales(p, scales, c, h, used);
-    Accumulator d_query, d_start;
+    Accumulator d_query, d_start, d_left;
     d_query.clear();
     d_start.clear();
+    d_left.clear();
     float flow = 0;
     for (int rest = used; rest != 0; rest &= rest - 1) {
         const int slot = __ffs(rest) - 1, target = transition.merged >> slot & 1 ? transition.destination : slot;
         const std::int64_t entering = p.state_at(c.entering, used_count, h, place_of(used, slot)) * VT;
         const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * VT;
+        // The states that merge share what leaves: the first of them takes its step.
+        const bool with_step = (transition.kept >> slot & 1) != 0 || slot == __ffs(transition.merged) - 1;
         Accumulator read;  // dO S'
         read.clear();
         for (int vt = 0; vt < VT; ++vt) {
@@ -695,12 +823,14 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             if (c.has_next != 0) {
                 load_tile(z, p.d_steps + (leaving + vt) * area);
                 load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
+                if (with_step) load_tile(step, p.steps + (leaving + vt) * area);
             }
             tile::commit_async();
             wait_for_tiles();
             tile::multiply<false, true>(read, d_out, state, Unscaled{});
             if (c.has_next == 0) continue;
             tile::multiply<false, true>(d_start, z, state, Unscaled{});
+            if (with_step) tile::multiply<false, true>(d_left, step, d_state, Unscaled{});
             for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
                 const float2 a = tile::load_pair(state + n), b = tile::load_pair(d_state + n);
                 flow += a.x * b.x + a.y * b.y;
@@ -714,12 +844,7 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             a *= scales[slot * edge + t];
             b *= scales[slot * edge + t];
         });
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) d_query.x[m][j][e] += read.x[m][j][e];
+        combine(d_query, 1.0f, read, 1.0f);
         if (p.level_scales != nullptr) {
             put_row_sums(rows, halves);
             __syncthreads();
@@ -738,17 +863,15 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
     flow = block_sum(flow, scratch);
     if (threadIdx.x == 0) p.flow_parts[parts] = flow * p.decay[id];
 
-    Accumulator d_left;
-    d_left.clear();
-    for (int place = 0; place < next_count; ++place) {
-        const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place) * VT;
+    if (transition.merged == 0) {
+        const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, transition.destination)) * VT;
         for (int vt = 0; vt < VT; ++vt) {
             __syncthreads();
-            load_tile(z, p.steps + (leaving + vt) * area);
+            load_tile(step, p.steps + (leaving + vt) * area);
             load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
             tile::commit_async();
             wait_for_tiles();
-            tile::multiply<false, true>(d_left, z, d_state, Unscaled{});
+            tile::multiply<false, true>(d_left, step, d_state, Unscaled{});
         }
     }
     store_held(p.d_left + at, d_left);
@@ -966,30 +1089,20 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
             return make_float2(x.x * gates.beta[k], x.y * gates.beta[k + 1]);
         });
         other.clear();
-        tile::multiply<false, false>(other, d_a, left, [&](int row, int, float2 x) {
-            return make_float2(x.x * gates.beta[row], x.y * gates.beta[row]);
-        });
+        tile::multiply<false, false>(other, d_a, left, Unscaled{});
         acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
             d_gammas[r] -= key.x * a + key.y * b;
         });
         other.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
-            d_gammas[r] += key.x * a + key.y * b;
+            const float product = key.x * a + key.y * b;  // summed over the columns: sum_s dA_ts (k_t.k_s) D_ts
+            d_betas[r] += product;
+            d_gammas[r] += gates.beta[t] * product;
+            a *= gates.beta[t];
+            b *= gates.beta[t];
         });
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
-        // sum_s dA_ts (k_t.k_s) D_ts, for d(beta): as above without beta, which may be 0.
-        other.clear();
-        tile::multiply<false, false>(other, d_a, left, Unscaled{});
-        other.for_pairs([&](int t, int col, float& a, float& b, int r) {
-            const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
-            d_betas[r] += key.x * a + key.y * b;
-        });
+        combine(acc, 1.0f, other, 1.0f);
         if (used != 0) {
             __syncthreads();
             load_held(other, p.d_query + at);
@@ -1012,12 +1125,7 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
                 a *= gates.beta[t];
                 b *= gates.beta[t];
             });
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
+            combine(acc, 1.0f, other, 1.0f);
         }
         if (has_next) {
             load_held(other, p.d_left + at);  // dKb
@@ -1029,12 +1137,7 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
                 d_gammas[r] -= product;
                 d_lasts[r] += product;
             });
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc.x[m][j][e] += other.x[m][j][e];
+            combine(acc, 1.0f, other, 1.0f);
         }
         store_clipped(acc, p.dk + c.token * p.dk_stride + column, p.dk_stride, c.rows, cols,
                       p.key_width % 2 == 0 && p.dk_stride % 2 == 0);
@@ -1222,6 +1325,16 @@ std::size_t walk_shared(const Problem<T>& p, int operands) {
     return static_cast<std::size_t>(tiles) * area * sizeof(T) + static_cast<std::size_t>(p.slots + 1) * edge * sizeof(float);
 }
 
+// Calls fn(integral_constant<int, KT>): 2 or 3 key tiles in bfloat16, or 0 for what is not made for a number of them.
+template <class T, class F>
+void dispatch_key_tiles(const Problem<T>& p, F&& fn) {
+    if constexpr (std::is_same_v<T, Bfloat16>) {
+        if (p.key_tiles == 2) return fn(std::integral_constant<int, 2>{});
+        if (p.key_tiles == 3) return fn(std::integral_constant<int, 3>{});
+    }
+    fn(std::integral_constant<int, 0>{});
+}
+
 template <class Args>
 int slots_of(const Args& args) {
     std::int64_t longest = 1;
@@ -1288,9 +1401,11 @@ void gated_delta_rule_forward(const Exec& exec, const GatedDeltaRule& args) {
         arena.allocate(exec);
         launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
                      4 * area * sizeof(T) + sizeof(PrepareShared), p);
-        launch_tiles(op, exec, advance_states<T>,
-                     dim3(static_cast<unsigned>(args.sequences.count * heads), static_cast<unsigned>(p.value_tiles)), walk_shared(p, 3), p,
-                     0, static_cast<const float*>(master), master);
+        dispatch_key_tiles(p, [&](auto kt) {
+            launch_tiles(op, exec, advance_states<T, kt()>,
+                         dim3(static_cast<unsigned>(args.sequences.count * heads), static_cast<unsigned>(p.value_tiles)),
+                         walk_shared(p, 3), p, 0, static_cast<const float*>(master), master);
+        });
     });
 }
 
@@ -1343,8 +1458,10 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
                      4 * area * sizeof(T) + sizeof(PrepareShared), p);
         const auto advance = [&](std::int64_t r, float* to) {
             const auto& round = layout->rounds[static_cast<std::size_t>(r)];
-            launch_tiles(op, exec, advance_states<T>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
-                         walk_shared(p, 2), p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
+            dispatch_key_tiles(p, [&](auto kt) {
+                launch_tiles(op, exec, advance_states<T, kt()>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
+                             walk_shared(p, 2), p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
+            });
         };
         for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
         p.states = states;
@@ -1354,10 +1471,12 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
             const auto chunks = static_cast<unsigned>(round.chunks);
             if (round.leaving > 0 || round.entering > 0) {
                 advance(r, masters + rounds * master_size);
-                launch_tiles(op, exec, retreat_states<T>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
-                             walk_shared(p, 3), p, round.first_stream, gradients);
+                dispatch_key_tiles(p, [&](auto kt) {
+                    launch_tiles(op, exec, retreat_states<T, kt()>, dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
+                                 walk_shared(p, 3), p, round.first_stream, gradients);
+                });
                 launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
-                             4 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float), p, round.first_chunk);
+                             5 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float), p, round.first_chunk);
             }
             launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks), 6 * area * sizeof(T) + sizeof(GradientShared), p,
                          round.first_chunk);
