@@ -9,8 +9,12 @@
 namespace fenwick::ops {
 namespace {
 
-constexpr std::int64_t block_elements = std::int64_t{1} << 23;  // of logits at a time: 32 MiB in float32
-constexpr std::int64_t block_rows = 512;
+// Rows of logits that exist at a time. On the CPU: 32 MiB in float32. On a GPU as many as fill it, and since the gradient of
+// the weight is read and written once a block: 256 MiB in bfloat16.
+std::int64_t block_rows(Device device, std::int64_t vocab) {
+    const std::int64_t elements = std::int64_t{1} << (device.is_cpu() ? 23 : 27), most = device.is_cpu() ? 512 : 8192;
+    return std::clamp<std::int64_t>(elements / std::max<std::int64_t>(vocab, 1), 1, most);
+}
 
 }  // namespace
 
@@ -32,10 +36,9 @@ LinearCrossEntropy linear_cross_entropy(const Variable& x, const Variable& weigh
     if (recording && x.requires_grad()) dx = Tensor::empty(x.shape(), dtype, input.device());
     if (recording && weight.requires_grad()) dweight = Tensor::empty(weight.shape(), weight.dtype(), input.device());
 
-    Shape leading(x.shape().begin(), x.shape().end() - 1);
-    if (leading.empty()) leading.push_back(1);
+    const Shape leading = x.value().dim() > 1 ? Shape(x.shape().begin(), x.shape().end() - 1) : Shape{1};
     const Tensor token_nll = Tensor::empty(leading, gate_dtype(dtype), input.device());
-    const std::int64_t size = std::clamp<std::int64_t>(block_elements / std::max<std::int64_t>(vocab, 1), 1, block_rows);
+    const std::int64_t size = block_rows(input.device(), vocab);
     {
         Tensor logits;  // [up to `size`, vocab]
         {

@@ -10,6 +10,20 @@ namespace {
 // W is the number of taps kept: the width, or more, with leading taps of weight zero.
 constexpr int strips = 8;
 constexpr int forward_strip = 32, backward_strip = 64;
+// Tokens that a thread loads at once, before it needs the first: one load at a time would wait for memory each time.
+constexpr int ahead = 4;
+
+template <class T, int V>
+using Vector = Pack<T, V>;
+template <class T, int V>
+__device__ __forceinline__ Vector<T, V> fetch(const T* from) {
+    return *reinterpret_cast<const Vector<T, V>*>(from);
+}
+template <class T, int V>
+__device__ __forceinline__ void unpack(float (&to)[V], const Vector<T, V>& vector) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) to[j] = convert<float>(vector.values[j]);
+}
 
 // weights[i] = weight[channel, i - (W - width)], zero for the leading taps that do not exist.
 template <int W, int V>
@@ -73,20 +87,29 @@ __global__ void __launch_bounds__(256) causal_conv1d_forward_kernel(CausalConv1d
     for (int j = 0; j < V; ++j) biases[j] = bias != nullptr ? bias[channel + j] : 0.0f;
     DocumentCursor cursor(sequences, begin);
     load_history<T>(window, args, cursor, begin, channel);
-    for (std::int64_t token = begin; token < end; ++token) {
-        cursor.advance(sequences, token);
-        if (token == cursor.start && token != begin) load_history<T>(window, args, cursor, token, channel);
-        shift(window);
-        load(window[W - 1], static_cast<const T*>(args.x) + token * args.x_stride + channel);
-        float y[V];
+    for (std::int64_t base = begin; base < end; base += ahead) {
+        Vector<T, V> vectors[ahead];
 #pragma unroll
-        for (int j = 0; j < V; ++j) {
-            float sum = biases[j];
+        for (int k = 0; k < ahead; ++k)
+            if (base + k < end) vectors[k] = fetch<T, V>(static_cast<const T*>(args.x) + (base + k) * args.x_stride + channel);
 #pragma unroll
-            for (int i = 0; i < W; ++i) sum += weights[i][j] * window[i][j];
-            y[j] = silu_of(sum);
+        for (int k = 0; k < ahead; ++k) {
+            const std::int64_t token = base + k;
+            if (token >= end) break;
+            cursor.advance(sequences, token);
+            if (token == cursor.start && token != begin) load_history<T>(window, args, cursor, token, channel);
+            shift(window);
+            unpack<T, V>(window[W - 1], vectors[k]);
+            float y[V];
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+                float sum = biases[j];
+#pragma unroll
+                for (int i = 0; i < W; ++i) sum += weights[i][j] * window[i][j];
+                y[j] = silu_of(sum);
+            }
+            store(static_cast<T*>(args.y) + token * args.y_stride + channel, y);
         }
-        store(static_cast<T*>(args.y) + token * args.y_stride + channel, y);
     }
 }
 
@@ -131,45 +154,57 @@ __global__ void __launch_bounds__(256) causal_conv1d_backward_kernel(CausalConv1
         const CausalConv1d history{.dtype = args.dtype, .width = args.width, .x_stride = args.x_stride, .x = args.x};
         load_history<T>(inputs, history, reading, begin, channel);
         clear(slopes);  // gradients of the pre-activations of tokens done .. token
-        for (std::int64_t token = begin; token < end + W - 1; ++token) {
-            shift(slopes);
-            if (token < sequences.tokens) {
-                reading.advance(sequences, token);
-                if (token == reading.start) clear(inputs);
-                shift(inputs);
-                load(inputs[W - 1], x + token * args.x_stride + channel);
-                float gradient[V];
-                load(gradient, dy + token * args.dy_stride + channel);
+        for (std::int64_t base = begin; base < end + W - 1; base += ahead) {
+            Vector<T, V> x_vectors[ahead], dy_vectors[ahead];
 #pragma unroll
-                for (int j = 0; j < V; ++j) {
-                    float sum = biases[j];
-#pragma unroll
-                    for (int i = 0; i < W; ++i) sum += weights[i][j] * inputs[i][j];
-                    slopes[W - 1][j] = gradient[j] * silu_slope(sum);
+            for (int k = 0; k < ahead; ++k)
+                if (base + k < end + W - 1 && base + k < sequences.tokens) {
+                    x_vectors[k] = fetch<T, V>(x + (base + k) * args.x_stride + channel);
+                    dy_vectors[k] = fetch<T, V>(dy + (base + k) * args.dy_stride + channel);
                 }
-                if (token < end) {
+#pragma unroll
+            for (int k = 0; k < ahead; ++k) {
+                const std::int64_t token = base + k;
+                if (token >= end + W - 1) break;
+                shift(slopes);
+                if (token < sequences.tokens) {
+                    reading.advance(sequences, token);
+                    if (token == reading.start) clear(inputs);
+                    shift(inputs);
+                    unpack<T, V>(inputs[W - 1], x_vectors[k]);
+                    float gradient[V];
+                    unpack<T, V>(gradient, dy_vectors[k]);
 #pragma unroll
                     for (int j = 0; j < V; ++j) {
-                        dbias[0][j] += slopes[W - 1][j];
+                        float sum = biases[j];
 #pragma unroll
-                        for (int i = 0; i < W; ++i) dweight[i][j] += slopes[W - 1][j] * inputs[i][j];
+                        for (int i = 0; i < W; ++i) sum += weights[i][j] * inputs[i][j];
+                        slopes[W - 1][j] = gradient[j] * silu_slope(sum);
                     }
+                    if (token < end) {
+#pragma unroll
+                        for (int j = 0; j < V; ++j) {
+                            dbias[0][j] += slopes[W - 1][j];
+#pragma unroll
+                            for (int i = 0; i < W; ++i) dweight[i][j] += slopes[W - 1][j] * inputs[i][j];
+                        }
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < V; ++j) slopes[W - 1][j] = 0.0f;
                 }
-            } else {
+                const std::int64_t done = token - (W - 1);  // slopes[i] is the gradient at token done + i
+                if (done < begin) continue;
+                writing.advance(sequences, done);
+                float sum[V] = {};
 #pragma unroll
-                for (int j = 0; j < V; ++j) slopes[W - 1][j] = 0.0f;
+                for (int i = 0; i < W; ++i) {
+                    if (done + i >= writing.end) continue;  // another document's
+#pragma unroll
+                    for (int j = 0; j < V; ++j) sum[j] += weights[W - 1 - i][j] * slopes[i][j];
+                }
+                store(dx + done * args.dx_stride + channel, sum, args.accumulate_dx);
             }
-            const std::int64_t done = token - (W - 1);  // slopes[i] is the gradient at token done + i
-            if (done < begin) continue;
-            writing.advance(sequences, done);
-            float sum[V] = {};
-#pragma unroll
-            for (int i = 0; i < W; ++i) {
-                if (done + i >= writing.end) continue;  // another document's
-#pragma unroll
-                for (int j = 0; j < V; ++j) sum[j] += weights[W - 1 - i][j] * slopes[i][j];
-            }
-            store(dx + done * args.dx_stride + channel, sum, args.accumulate_dx);
         }
     }
     // Sums over the block's strips, in order; the threads of strip 0 write them.
@@ -211,6 +246,9 @@ void dispatch_taps(std::int64_t width, F&& fn) {
         fn(std::integral_constant<int, 8>{});
 }
 
+// Half vectors: windows, slopes and sums of whole ones would take all registers.
+constexpr int half_of(int vector) { return vector > 1 ? vector / 2 : 1; }
+
 dim3 conv_grid(std::int64_t tokens, std::int64_t channels, int strip, int vector) {
     const std::int64_t across = ceil_div(channels, 32 * vector);
     FENWICK_CHECK(across <= 65535, "[causal_conv1d] {} channels are more than a CUDA grid holds", channels);
@@ -227,8 +265,9 @@ void causal_conv1d_forward(const Exec& exec, const CausalConv1d& args) {
         dispatch_taps(args.width, [&](auto w) {
             const bool use_wide = can_use_wide({args.channels, args.x_stride, args.y_stride}, {args.x, args.y, args.state});
             dispatch_width(use_wide, [&](auto v) {
-                launch("causal_conv1d_forward", exec, causal_conv1d_forward_kernel<T, w(), v()>,
-                       conv_grid(sequences.tokens, args.channels, forward_strip, v), dim3(32, strips), 0, args, sequences);
+                constexpr int vector = half_of(v());
+                launch("causal_conv1d_forward", exec, causal_conv1d_forward_kernel<T, w(), vector>,
+                       conv_grid(sequences.tokens, args.channels, forward_strip, vector), dim3(32, strips), 0, args, sequences);
             });
         });
         if (args.state != nullptr && args.width > 1) {
@@ -251,8 +290,9 @@ void causal_conv1d_backward(const Exec& exec, const CausalConv1dBackward& args) 
             const bool use_wide =
                 can_use_wide({args.channels, args.x_stride, args.dy_stride, args.dx_stride}, {args.x, args.dy, args.dx});
             dispatch_width(use_wide, [&](auto v) {
-                launch("causal_conv1d_backward", exec, causal_conv1d_backward_kernel<T, w(), v()>,
-                       conv_grid(sequences.tokens, args.channels, backward_strip, v), dim3(32, strips), 0, args, sequences,
+                constexpr int vector = half_of(v());
+                launch("causal_conv1d_backward", exec, causal_conv1d_backward_kernel<T, w(), vector>,
+                       conv_grid(sequences.tokens, args.channels, backward_strip, vector), dim3(32, strips), 0, args, sequences,
                        partial_weight.as<float>(), partial_bias.as<float>());
             });
         });

@@ -190,7 +190,9 @@ __device__ __forceinline__ void store(T* to, const float (&from)[V], bool accumu
     store(to, sum);
 }
 
-__device__ __forceinline__ float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+// Within a few units in the last place, from the fast exponential and division: gates in norms are not bound by arithmetic
+// then. (x < -87: the divisor passes 2^126, and the quotient is 0.)
+__device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu_of(float x) { return x * sigmoid_of(x); }
 // d silu(x) / dx
 __device__ __forceinline__ float silu_slope(float x) {

@@ -198,6 +198,177 @@ __global__ void __launch_bounds__(block_threads)
     }
 }
 
+// ---- rms_norm of wide slices: a thread for every vector of the row ------------------------------------------------------
+// Everything stays in registers between the sum and its use, the next row is on its way meanwhile, and each thread sums
+// dweight of its own columns.
+
+constexpr int most_row_threads = 512;  // more would leave too few registers
+constexpr std::int64_t widest_row = most_row_threads * wide;
+// Rows are dealt to so many blocks, whatever the card: the order of dweight's sums is a matter of the shape.
+constexpr std::int64_t row_blocks = 1024;
+
+inline bool takes_row_kernels(std::int64_t slice, int vector) {
+    return vector == wide && slice > narrow_limit && slice <= widest_row;
+}
+inline int row_threads(std::int64_t slice) { return static_cast<int>(round_up(slice / wide, 32)); }
+
+// Sum over the block. One barrier: calls alternate between the halves of `scratch` (2 * 32 values).
+__device__ __forceinline__ float row_sum(float value, float* scratch, int turn) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    value = team_sum(value);
+    if (lane == 0) scratch[turn * 32 + warp] = value;
+    __syncthreads();
+    return team_sum(lane < warps ? scratch[turn * 32 + lane] : 0.0f);
+}
+
+template <class T>
+struct RowVector {
+    Pack<T, wide> pack;
+    __device__ __forceinline__ void fetch(const T* from) { pack = *reinterpret_cast<const Pack<T, wide>*>(from); }
+    __device__ __forceinline__ void get(float (&to)[wide]) const {
+#pragma unroll
+        for (int i = 0; i < wide; ++i) to[i] = convert<float>(pack.values[i]);
+    }
+};
+
+template <class T, NormGate gate>
+__global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(RmsNorm args) {
+    __shared__ float scratch[2 * 32];
+    const std::int64_t slice = args.width / args.groups, group = blockIdx.y, column = threadIdx.x * wide;
+    const std::int64_t offset = group * slice + column;
+    const bool owns = column < slice;
+    const auto* x = static_cast<const T*>(args.x) + offset;
+    const auto* residual = static_cast<const T*>(args.residual);
+    const auto* z = static_cast<const T*>(args.z) + offset;  // not read without a gate
+    float w[wide] = {};
+    if (owns) load(w, static_cast<const float*>(args.weight) + offset);
+    RowVector<T> next_x{}, next_residual{}, next_z{};
+    const auto fetch = [&](std::int64_t row) {
+        if (!owns || row >= args.rows) return;
+        next_x.fetch(x + row * args.x_stride);
+        if (residual != nullptr) next_residual.fetch(residual + row * args.width + offset);
+        if constexpr (gate != NormGate::none) next_z.fetch(z + row * args.z_stride);
+    };
+    fetch(blockIdx.x);
+    int turn = 0;
+    for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
+        float u[wide], r[wide], activation[wide];
+        next_x.get(u);
+        next_residual.get(r);
+        next_z.get(activation);
+        fetch(row + gridDim.x);
+        if (residual != nullptr && owns) {
+            // Rounded to T at once: backward sees what was stored.
+#pragma unroll
+            for (int i = 0; i < wide; ++i) u[i] = convert<float>(convert<T>(u[i] + r[i]));
+            store(static_cast<T*>(args.sum) + row * args.width + offset, u);
+        }
+        if constexpr (gate == NormGate::before) gate_before(u, activation);
+        float squares = 0;
+        if (owns) {
+#pragma unroll
+            for (int i = 0; i < wide; ++i) squares += u[i] * u[i];
+        }
+        squares = row_sum(squares, scratch, turn);
+        const float scale = rsqrtf(squares / static_cast<float>(slice) + static_cast<float>(args.eps));
+        if (threadIdx.x == 0) static_cast<float*>(args.rstd)[row * args.groups + group] = scale;
+        if (!owns) continue;
+#pragma unroll
+        for (int i = 0; i < wide; ++i) u[i] *= scale * w[i];
+        if constexpr (gate == NormGate::after) gate_before(u, activation);
+        store(static_cast<T*>(args.y) + row * args.width + offset, u);
+    }
+}
+
+// partial [gridDim.x, width]
+template <class T, NormGate gate>
+__global__ void __launch_bounds__(most_row_threads) rms_norm_backward_row_kernel(RmsNormBackward args, float* partial) {
+    __shared__ float scratch[2 * 32];
+    const std::int64_t slice = args.width / args.groups, group = blockIdx.y, column = threadIdx.x * wide;
+    const std::int64_t offset = group * slice + column;
+    const bool owns = column < slice;
+    const auto* u_all = static_cast<const T*>(args.u) + offset;
+    const auto* z_all = static_cast<const T*>(args.z) + offset;  // not read without a gate
+    const auto* dy_all = static_cast<const T*>(args.dy) + offset;
+    const auto* dsum_all = static_cast<const T*>(args.dsum);
+    const auto* rstd = static_cast<const float*>(args.rstd) + group;
+    float w[wide] = {}, dweight[wide] = {};
+    if (owns) load(w, static_cast<const float*>(args.weight) + offset);
+    RowVector<T> next_u{}, next_dy{}, next_z{}, next_dsum{};
+    const auto fetch = [&](std::int64_t row) {
+        if (!owns || row >= args.rows) return;
+        next_u.fetch(u_all + row * args.u_stride);
+        next_dy.fetch(dy_all + row * args.width);
+        if constexpr (gate != NormGate::none) next_z.fetch(z_all + row * args.z_stride);
+        if (dsum_all != nullptr) next_dsum.fetch(dsum_all + row * args.width + offset);
+    };
+    fetch(blockIdx.x);
+    int turn = 0;
+    for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
+        const float scale = rstd[row * args.groups];
+        float u[wide], d[wide], activation[wide], later[wide], slope[wide];
+        next_u.get(u);
+        next_dy.get(d);
+        next_z.get(activation);
+        next_dsum.get(later);
+        fetch(row + gridDim.x);
+        // activation becomes silu(z), slope its derivative
+        if constexpr (gate != NormGate::none) {
+#pragma unroll
+            for (int i = 0; i < wide; ++i) {
+                const float s = sigmoid_of(activation[i]);
+                slope[i] = s * (1.0f + activation[i] * (1.0f - s));
+                activation[i] *= s;
+            }
+        }
+        // h: the normalised value, e: the gradient that reaches it
+        float dot = 0;
+        if (owns) {
+#pragma unroll
+            for (int i = 0; i < wide; ++i) {
+                const float h = (gate == NormGate::before ? u[i] * activation[i] : u[i]) * scale;
+                const float e = gate == NormGate::after ? d[i] * activation[i] : d[i];
+                dot += e * w[i] * h;
+                dweight[i] += e * h;
+            }
+        }
+        const float mean = row_sum(dot, scratch, turn) / static_cast<float>(slice);
+        if (!owns) continue;
+        float du[wide], dz[wide];
+#pragma unroll
+        for (int i = 0; i < wide; ++i) {
+            if constexpr (gate == NormGate::before) {
+                const float dh = scale * (d[i] * w[i] - u[i] * activation[i] * scale * mean);
+                du[i] = dh * activation[i];
+                dz[i] = dh * u[i] * slope[i];
+            } else if constexpr (gate == NormGate::after) {
+                const float normal = u[i] * scale;
+                du[i] = scale * (d[i] * w[i] * activation[i] - normal * mean);
+                dz[i] = d[i] * w[i] * normal * slope[i];
+            } else {
+                du[i] = scale * (d[i] * w[i] - u[i] * scale * mean);
+            }
+        }
+        if (dsum_all != nullptr) {
+#pragma unroll
+            for (int i = 0; i < wide; ++i) du[i] += later[i];
+        }
+        store(static_cast<T*>(args.du) + row * args.du_stride + offset, du, args.accumulate_du);
+        if constexpr (gate != NormGate::none)
+            store(static_cast<T*>(args.dz) + row * args.dz_stride + offset, dz, args.accumulate_dz);
+    }
+    if (owns) store(partial + static_cast<std::int64_t>(blockIdx.x) * args.width + offset, dweight);
+}
+
+template <class F>
+void dispatch_gate(NormGate gate, F&& fn) {
+    switch (gate) {
+        case NormGate::none: return fn(std::integral_constant<NormGate, NormGate::none>{});
+        case NormGate::before: return fn(std::integral_constant<NormGate, NormGate::before>{});
+        case NormGate::after: return fn(std::integral_constant<NormGate, NormGate::after>{});
+    }
+}
+
 // ---- l2norm ----------------------------------------------------------------------------------------------------------
 
 template <class T, int V>
@@ -278,6 +449,14 @@ void rms_norm_forward(const Exec& exec, const RmsNorm& args) {
     dispatch("rms_norm", args.dtype, [&]<class T>(TypeTag<T>) {
         const bool use_wide = can_use_wide({slice, args.x_stride, args.z_stride},
                                            {args.x, args.residual, args.z, args.weight, args.sum, args.y});
+        if (use_wide && takes_row_kernels(slice, wide) && args.groups <= 65535) {
+            // Enough blocks to fill a card; each walks over several rows.
+            const auto blocks = static_cast<unsigned>(std::min(args.rows, 2 * row_blocks));
+            return dispatch_gate(args.gate, [&](auto gate) {
+                launch("rms_norm_forward", exec, rms_norm_forward_row_kernel<T, gate()>,
+                       dim3(blocks, static_cast<unsigned>(args.groups)), dim3(row_threads(slice)), 0, args);
+            });
+        }
         dispatch_width(use_wide, [&](auto v) {
             const int lanes = team_lanes(slice, v);
             launch("rms_norm_forward", exec, rms_norm_forward_kernel<T, v()>, blocks_for(args.rows * args.groups, lanes),
@@ -293,6 +472,17 @@ void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
     dispatch("rms_norm", args.dtype, [&]<class T>(TypeTag<T>) {
         const bool use_wide = can_use_wide({slice, args.u_stride, args.z_stride, args.du_stride, args.dz_stride},
                                            {args.u, args.z, args.weight, args.dy, args.dsum, args.du, args.dz});
+        if (use_wide && takes_row_kernels(slice, wide)) {
+            const std::int64_t blocks = std::min(args.rows, row_blocks);
+            const Buffer partial = workspace(exec, blocks * args.width * static_cast<std::int64_t>(sizeof(float)));
+            dispatch_gate(args.gate, [&](auto gate) {
+                launch("rms_norm_backward", exec, rms_norm_backward_row_kernel<T, gate()>,
+                       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.groups)), dim3(row_threads(slice)), 0,
+                       args, partial.as<float>());
+            });
+            return column_sums(exec, partial.as<float>(), blocks, args.width, static_cast<float*>(args.dweight),
+                               args.accumulate_dweight);
+        }
         dispatch_width(use_wide, [&](auto v) {
             const int lanes = team_lanes(slice, v), teams = block_threads / lanes;
             const std::int64_t shared_bytes = teams * slice * static_cast<std::int64_t>(sizeof(float));
