@@ -36,7 +36,8 @@ public:
             }
         }
     }
-    Array(DType dtype, std::size_t count) : Array(dtype, std::vector<double>(count, std::numeric_limits<double>::quiet_NaN())) {}
+    Array(DType dtype, std::size_t count)
+        : Array(dtype, std::vector<double>(count, std::numeric_limits<double>::quiet_NaN())) {}
 
     void* data() const { return count_ > 0 ? buffer_.data() : nullptr; }
     std::vector<double> values() const {
@@ -96,9 +97,11 @@ void check(Problem problem, DType dtype) {
     problem.backward(gradient);
 
     const Array q(dtype, problem.q), k(dtype, problem.k), v(dtype, problem.v), d_o(dtype, gradient);
-    const Array g(DType::float32, problem.g), beta(DType::float32, problem.beta), level_scales(DType::float32, problem.level_scales);
+    const Array g(DType::float32, problem.g), beta(DType::float32, problem.beta),
+        level_scales(DType::float32, problem.level_scales);
     const Array o(dtype, problem.o.size()), dq(dtype, problem.dq.size()), dk(dtype, problem.dk.size());
-    const Array dv(dtype, problem.dv.size()), dg(DType::float32, problem.dg.size()), dbeta(DType::float32, problem.dbeta.size());
+    const Array dv(dtype, problem.dv.size()), dg(DType::float32, problem.dg.size()),
+        dbeta(DType::float32, problem.dbeta.size());
     const Array dlevel_scales(DType::float32, problem.dlevel_scales.size());
     const auto set_sizes = [&](auto& args) {
         args.dtype = dtype;
@@ -134,7 +137,8 @@ void check(Problem problem, DType dtype) {
     backward.dlevel_scales = dlevel_scales.data();
     kernels::cuda::gated_delta_rule_backward({}, backward);
 
-    const double output_bound = dtype == DType::float32 ? 1e-5 : 0.01, gradient_bound = dtype == DType::float32 ? 2e-5 : 0.02;
+    const double output_bound = dtype == DType::float32 ? 1e-5 : 0.01,
+                 gradient_bound = dtype == DType::float32 ? 2e-5 : 0.02;
     EXPECT_LT(rms_ratio(o.values(), problem.o), output_bound);
     EXPECT_LT(rms_ratio(dq.values(), problem.dq), gradient_bound);
     EXPECT_LT(rms_ratio(dk.values(), problem.dk), gradient_bound);

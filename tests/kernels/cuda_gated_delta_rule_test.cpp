@@ -90,7 +90,7 @@ struct Results {
     std::vector<unsigned char> bytes;  // of all of them, to compare repeats
 };
 constexpr std::pair<const char*, Doubles Results::*> gradients[] = {
-    {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv},
+    {"dq", &Results::dq}, {"dk", &Results::dk},       {"dv", &Results::dv},
     {"dg", &Results::dg}, {"dbeta", &Results::dbeta}, {"dlevel_scales", &Results::dlevel_scales}};
 
 template <class Args>
@@ -110,8 +110,14 @@ void set_backward(Args& args, const Problem& x, std::int64_t padding) {
 }
 
 Results on_cpu(const Problem& x, const Doubles& d_o) {
-    Results r{Doubles(x.v.size()), Doubles(x.q.size()), Doubles(x.k.size()), Doubles(x.v.size()),
-              Doubles(x.g.size()), Doubles(x.g.size()), Doubles(x.level_scales.size()), {}};
+    Results r{Doubles(x.v.size()),
+              Doubles(x.q.size()),
+              Doubles(x.k.size()),
+              Doubles(x.v.size()),
+              Doubles(x.g.size()),
+              Doubles(x.g.size()),
+              Doubles(x.level_scales.size()),
+              {}};
     const kernels::Sequences sequences{static_cast<std::int64_t>(x.offsets.size()) - 1, x.offsets.data()};
     const auto scales = [&](auto& values) { return x.levels > 0 ? values.data() : nullptr; };
     const auto set_inputs = [&](auto& args) {
@@ -173,10 +179,12 @@ Results on_gpu(const Problem& x, const Doubles& d_out, DType dtype, std::int64_t
     const auto g = to_gpu(x.g, DType::float32), beta = to_gpu(x.beta, DType::float32);
     const auto level_scales = to_gpu(x.level_scales, DType::float32);
     const auto tokens = static_cast<std::size_t>(x.tokens());
-    const std::size_t key_count = tokens * static_cast<std::size_t>(keys + padding), value_count = tokens * static_cast<std::size_t>(values + padding);
+    const std::size_t key_count = tokens * static_cast<std::size_t>(keys + padding),
+                      value_count = tokens * static_cast<std::size_t>(values + padding);
     const auto o = unwritten(x.v.size(), dtype), dq = unwritten(key_count, dtype), dk = unwritten(key_count, dtype);
     const auto dv = unwritten(value_count, dtype), dg = unwritten(x.g.size(), DType::float32);
-    const auto dbeta = unwritten(x.g.size(), DType::float32), dlevel_scales = unwritten(x.level_scales.size(), DType::float32);
+    const auto dbeta = unwritten(x.g.size(), DType::float32),
+               dlevel_scales = unwritten(x.level_scales.size(), DType::float32);
     const auto scales = [&](const Buffer& buffer) { return x.levels > 0 ? buffer.data() : nullptr; };
     const auto set_inputs = [&](auto& args) {
         set_sizes(args, x, dtype, padding);
@@ -219,8 +227,8 @@ Results on_gpu(const Problem& x, const Doubles& d_out, DType dtype, std::int64_t
 }
 
 void compare(Problem x, DType dtype, std::int64_t padding = 0) {
-    SCOPED_TRACE(fmt::format("{}, documents {}, tokens {}, H {}, K {}, V {}, levels {}, padding {}", name_of(dtype), x.offsets.size() - 1,
-                             x.tokens(), x.heads, x.key_width, x.value_width, x.levels, padding));
+    SCOPED_TRACE(fmt::format("{}, documents {}, tokens {}, H {}, K {}, V {}, levels {}, padding {}", name_of(dtype),
+                             x.offsets.size() - 1, x.tokens(), x.heads, x.key_width, x.value_width, x.levels, padding));
     round_inputs(x, dtype);
     const auto d_o = random_gradient(x);
     const Results expected = on_cpu(x, d_o), actual = on_gpu(x, d_o, dtype, padding);
@@ -265,7 +273,8 @@ TEST_F(CudaGatedDeltaRule, MatchesTheCpuOnLongSequences) {
 
 TEST_F(CudaGatedDeltaRule, MatchesTheCpuForAnyWidth) {
     std::uint64_t seed = 200;
-    const std::pair<std::int64_t, std::int64_t> widths[] = {{32, 32}, {64, 64}, {128, 64}, {24, 40}, {192, 136}, {256, 256}, {320, 24}, {7, 5}};
+    const std::pair<std::int64_t, std::int64_t> widths[] = {{32, 32},   {64, 64},   {128, 64}, {24, 40},
+                                                            {192, 136}, {256, 256}, {320, 24}, {7, 5}};
     for (auto dtype : {DType::float32, DType::bfloat16})
         for (const auto& [key_width, value_width] : widths)
             for (std::int64_t levels : {0, 9})
@@ -338,9 +347,11 @@ TEST_F(CudaGatedDeltaRule, RecurrentMatchesTheWhole) {
                     return out;
                 };
                 const std::int64_t width = x.heads * x.value_width;
-                const auto q = to_gpu(cut(x.q, x.heads * x.key_width), dtype), k = to_gpu(cut(x.k, x.heads * x.key_width), dtype);
+                const auto q = to_gpu(cut(x.q, x.heads * x.key_width), dtype),
+                           k = to_gpu(cut(x.k, x.heads * x.key_width), dtype);
                 const auto v = to_gpu(cut(x.v, width), dtype);
-                const auto g = to_gpu(cut(x.g, x.heads), DType::float32), beta = to_gpu(cut(x.beta, x.heads), DType::float32);
+                const auto g = to_gpu(cut(x.g, x.heads), DType::float32),
+                           beta = to_gpu(cut(x.beta, x.heads), DType::float32);
                 const auto scales = to_gpu(cut(x.level_scales, x.heads * levels), DType::float32);
                 const auto o = unwritten(static_cast<std::size_t>(batch * count * width), dtype);
                 kernels::GatedDeltaRuleRecurrent args{};
@@ -360,7 +371,8 @@ TEST_F(CudaGatedDeltaRule, RecurrentMatchesTheWhole) {
                 kernels::gated_delta_rule_recurrent(Exec{gpu, detail::cuda_stream(0)}, args);
                 const auto out = to_host(o, static_cast<std::size_t>(batch * count * width), dtype);
                 for (std::int64_t row = 0; row < batch; ++row)
-                    std::copy_n(out.begin() + row * count * width, count * width, actual.begin() + (row * length + position) * width);
+                    std::copy_n(out.begin() + row * count * width, count * width,
+                                actual.begin() + (row * length + position) * width);
                 position += count;
             }
             ASSERT_EQ(position, length);
