@@ -226,6 +226,17 @@ TEST_F(CudaKernels, Add) {
         });
 }
 
+TEST_F(CudaKernels, ScaleBy) {
+    for (std::int64_t count : {1, 7, 8, 1000, 4099})
+        for (const double factor : {1.0, -0.75})
+            compare(fmt::format("{} times {}", count, factor), [=](Trial& trial) {
+                const Tensor values = trial.output("values", {count}, {.accumulate = true});
+                const Tensor scale = Tensor::full({1}, factor, trial.gate(), values.device());
+                kernels::scale_by(trial.exec(), {.dtype = trial.dtype(), .count = count, .factor = scale.data(),
+                                                 .values = values.data()});
+            });
+}
+
 TEST_F(CudaKernels, ScaleHeadsAndHeadSkip) {
     struct Heads {
         std::int64_t tokens, heads, width, pad;
