@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 
@@ -107,6 +108,25 @@ TEST_F(CommandLine, ExportAndImportAreExact) {
     EXPECT_EQ(read(path("exported/model.safetensors")), read(path("third/model.safetensors")));
     expect_refused("train " + path("config.yaml") + " --set model.hidden_size=64 --set train.init_from=" + path("imported.h5") +
                    " --run-dir " + path("other"), "weights/");
+}
+
+// What the public `safetensors` package reads of an exported folder and writes again, this program imports to the same bits.
+TEST_F(CommandLine, ThePublicSafetensorsPackageReadsAndWritesTheSame) {
+    const char* python = std::getenv("FENWICK_PYTHON");
+    if (python == nullptr) GTEST_SKIP() << "FENWICK_PYTHON names no Python with numpy and safetensors (tools/test sets it)";
+    ASSERT_EQ(fenwick("export " + path("run") + " " + path("ours")).exit_code, 0);
+    write_text(path("resave.py"),
+               "import os, shutil, sys\n"
+               "from safetensors.numpy import load_file, save_file\n"
+               "ours, theirs = sys.argv[1:]\n"
+               "os.makedirs(theirs)\n"
+               "shutil.copy(ours + '/config.json', theirs)\n"
+               "save_file(load_file(ours + '/model.safetensors'), theirs + '/model.safetensors')\n");
+    ASSERT_EQ(std::system((std::string(python) + " " + path("resave.py") + " " + path("ours") + " " + path("theirs")).c_str()), 0);
+    const auto imported = fenwick("import " + path("theirs") + " --tokenizer " + path("run") + " -o " + path("theirs.h5"));
+    ASSERT_EQ(imported.exit_code, 0) << imported.output;
+    ASSERT_EQ(fenwick("export " + path("theirs.h5") + " " + path("back")).exit_code, 0);
+    EXPECT_EQ(read(path("ours/model.safetensors")), read(path("back/model.safetensors")));
 }
 
 TEST_F(CommandLine, EveryCommandHasHelpWithAnExample) {
