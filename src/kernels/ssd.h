@@ -29,9 +29,8 @@ struct Ssd {
 FENWICK_KERNEL(ssd_forward, Ssd)
 
 // Gradients of every input. States are recomputed, not stored. The decay's gradient: a pair (t, s) gives its share of
-// o_t . do_t to g of the tokens s+1 .. t. Either d(Gamma_t) = o_t . do_t - v_t . dv_t, whose reverse cumulative sum (per
-// chunk, plus what crosses the chunk's end) is dg; or, as on the CPU, sums over rows and columns of each block of a level,
-// in which nothing cancels.
+// o_t . do_t to g of the tokens s+1 .. t. d(Gamma_t) = o_t . do_t - v_t . dv_t, whose reverse cumulative sum is dg, would
+// lose it in rounding where little is carried on; both devices sum the pairs themselves, so that nothing inexact cancels.
 struct SsdBackward {
     DType dtype;
     Sequences sequences;
@@ -44,7 +43,7 @@ struct SsdBackward {
     const void* v = nullptr;
     const void* g = nullptr;
     const void* level_scales = nullptr;
-    const void* o = nullptr;    // forward's output, dense (the CPU does not read it)
+    const void* o = nullptr;    // forward's output, dense (neither device reads it)
     const void* d_o = nullptr;  // dense
     void* dq = nullptr;
     void* dk = nullptr;

@@ -27,15 +27,16 @@
 
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/tile.cuh"
+#include "kernels/cuda/warpgroup.cuh"
 
 namespace fenwick::kernels::cuda {
 namespace {
 
-using tile::Accumulator;
 using tile::area;
 using tile::edge;
 using tile::threads;
 using tile::Unscaled;
+using warpgroup::Accumulator;
 
 constexpr int tiles_per_chunk = 4;
 constexpr int tile_bits = 6;  // a tile is 2^6 tokens: levels 0..6 are inside it
@@ -78,14 +79,14 @@ struct Problem {
     int slices;      // of a group's heads
     int tiles, slots, documents;
     bool log_linear;
-    bool wide_q, wide_k, wide_v, wide_o, wide_state;              // 16-byte copies
-    bool paired_o, paired_o_in, paired_dq, paired_dk, paired_dv;  // two neighbours may be accessed as one word
+    bool wide_q, wide_k, wide_v, wide_o, wide_state;  // 16-byte copies
+    bool paired_o, paired_dq, paired_dk, paired_dv;   // two neighbours may be accessed as one word
     std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;
     const TileInfo* tile_info;
     const SlotInfo* slot_info;
     const DocumentInfo* document_info;
     const BucketJob* bucket_jobs;
-    const T *q, *k, *v, *o_in, *d_o;
+    const T *q, *k, *v, *d_o;
     const float *g, *level_scales;
     T *o, *dq, *dk, *dv;
     float *dg, *dlevel_scales;
@@ -96,15 +97,18 @@ struct Problem {
     T* states;            // [slots, H, K, V]
     T* dstates;           // [slots, H, K, V]
     float* bucket_parts;  // [parts, H, K, V]
-    float* dscales;       // [tiles, H, all_levels, 64]: gradient of every level's scale, before clamping to `levels`
+    float* dscales;       // [tiles, H, all_levels, 64]: gradient of every level's scale (1 if linear), before clamping
     float* score_grad;    // [slices of all groups, tiles, 4, 64, 64]
     float* dq_parts;      // [slices of all groups, tiles, key_tiles, 64, 64]
     float* dk_parts;
-    float* rho;       // [tiles, H, 64]: o . do - v . dv
-    float* crossing;  // [slots, H, flow_warps]: partial sums of <bucket, what its gradient owes to its parents>
-    float*
-        level_flow;  // [slots, H, 32]: sum over the chunk of level_scales * gradient, one for each bit of the chunk's index
-    float* flow;     // [slots, H]: what crosses the chunk's end, the gradient of a decay there
+    // Terms P(t, s) = scale(t, s) decay(t, s) (q_t . k_s) (v_s . do_t), s < t, of the decays' gradient, in sums:
+    float* received;    // [tiles, H, 64]: over all s, for every t
+    float* given_near;  // [tiles, H, 4, 64]: over the tile's t, for every s of the chunk's tiles up to this one
+    float* given_far;   // [tiles, H, 64]: over all t of later chunks, for every s
+    float* tile_flow;   // [tiles, H, 32]: over the tile's t and the s of one bucket, for each bit of the chunk's index
+    float* level_flow;  // [slots, H, 32]: the same for a whole chunk
+    float* crossing;    // [slots, H, flow_warps]: partial sums of <bucket, what its gradient owes to its parents>
+    float* whole;       // [slots, H]: over t behind the chunk and s before it
     int flow_warps;
 
     __device__ std::int64_t at(int tile_id, int h) const { return static_cast<std::int64_t>(tile_id) * heads + h; }
@@ -144,11 +148,19 @@ struct Live {
 };
 template <class T>
 __device__ __forceinline__ Live live_bucket(const Problem<T>& p, int c, int n) {
-    if (!p.log_linear) return {1, 0};
+    if (!p.log_linear) return {1, chunk_levels};
     int rest = c;
     for (int i = 0; i < n; ++i) rest &= rest - 1;
     const int j = __ffs(rest) - 1;
     return {c - (((c >> j) << j) - 1), chunk_levels + j};
+}
+
+// Whether a tile sees a level. (The linear operator's one bucket takes the level behind those inside a chunk.)
+template <class T>
+__device__ __forceinline__ bool sees_level(const Problem<T>& p, int tile_index, int level) {
+    if (level < diagonal_levels) return true;
+    if (!p.log_linear && level == chunk_levels) return tile_index >= tiles_per_chunk;
+    return (tile_index >> (level - diagonal_levels) & 1) != 0;
 }
 
 // The level mask of a tile on the diagonal, times its decay.
@@ -225,6 +237,7 @@ __device__ __forceinline__ void load_state(const Problem<T>& p, T* to, const T* 
 }
 __device__ __forceinline__ void wait_for_tiles() {
     tile::wait_async<0>();
+    warpgroup::fence_tiles();
     __syncthreads();
 }
 
@@ -369,7 +382,7 @@ __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
         const float* const w = weights + (t & 1) * edge;
         const auto scale = [w](int, int s, float2 x) { return make_float2(x.x * w[s], x.y * w[s + 1]); };
 #pragma unroll
-        for (int kt = 0; kt < KT; ++kt) tile::multiply<true, false>(acc[kt], from + kt * area, from + KT * area, scale);
+        for (int kt = 0; kt < KT; ++kt) warpgroup::multiply<true, false>(acc[kt], from + kt * area, from + KT * area, scale);
         if (t + 1 < last) finish_weight(t + 1);
     }
     const bool aligned = p.value_width % 2 == 0;
@@ -446,7 +459,7 @@ __global__ void __launch_bounds__(flat_threads) merge_states(Problem<T> p, int b
 }
 
 // Bucket gradients -> gradients of everything that is part of the bucket, in place (the head of this file), and the partial
-// sums `crossing`: <bucket, gradient from its parents> (log-linear), <running state, its gradient> (linear).
+// sums `crossing`: <bucket, gradient from its parents>.
 template <class T, int W>
 __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, int blocks) {
     const std::int64_t row = blockIdx.x / blocks;
@@ -497,7 +510,7 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
             for (int i = 0; i < W; ++i) {
                 const float from_parent = has_parent ? decay * running[i] : 0.0f;
                 d[i] += from_parent;
-                sum += state[i] * (p.log_linear ? from_parent : d[i]);
+                sum += state[i] * from_parent;
                 if (!p.log_linear) running[i] = d[i];
             }
             store(at(p.dstates, c), d);
@@ -521,7 +534,7 @@ __device__ __forceinline__ void scores(const Problem<T>& p, T* out, const T* res
         load_keys(p, stage, right_is_query, token, rows, group, kt);
         tile::commit_async();
         wait_for_tiles();
-        tile::multiply<false, true>(acc, resident + kt * area, stage, Unscaled{});
+        warpgroup::multiply<false, true>(acc, resident + kt * area, stage, Unscaled{});
     }
     acc.store(out);
 }
@@ -591,15 +604,11 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
                 t < info.rows ? p.scale(info.token + t, h, bucket.level) * decay_into_tile(p, tile_id, h, from, t) : 0.0f;
         }
         const auto add_scaled = [&](const float* by) {
-            float factor[4];
-#pragma unroll
-            for (int r = 0; r < 4; ++r) factor[r] = by[tile::first_row() + r * 8];
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-#pragma unroll
-                for (int col = 0; col < 4; ++col)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc.x[m][col][e] += factor[2 * m + e / 2] * part.x[m][col][e];
+            const float factor[2] = {by[warpgroup::first_row()], by[warpgroup::first_row() + 8]};
+            acc.for_pairs_with(part, [&](int, int, float& a, float& b, int local, float x, float y) {
+                a += factor[local] * x;
+                b += factor[local] * y;
+            });
         };
         for (int j = 0; j <= i; ++j, ++n) {
             wait_for_tiles();
@@ -608,15 +617,16 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
             if (j < i) {
                 part.clear();
                 const float* const w = columns + j * edge;
-                tile::multiply<false, false>(part, strip + j * area, stage,
-                                             [w](int, int s, float2 x) { return make_float2(x.x * w[s], x.y * w[s + 1]); });
+                warpgroup::multiply<false, false>(part, strip + j * area, stage, [w](int, int s, float2 x) {
+                    return make_float2(x.x * w[s], x.y * w[s + 1]);
+                });
                 add_scaled(rows + j * edge);
             } else {
                 const DiagonalMask mask{gamma, scales};
-                tile::multiply<false, false>(
+                warpgroup::multiply<false, false>(
                     acc, strip + j * area, stage,
                     [mask](int t, int s, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t, s + 1)); }, 0,
-                    (tid / 32 % 2 + 1) * 32);
+                    (tid / 32 + 1) * 16);
             }
         }
         for (int l = 0; l < live; ++l) {
@@ -624,7 +634,7 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
             for (int kt = 0; kt < key_tiles; ++kt, ++n) {
                 wait_for_tiles();
                 fetch(n + 1);
-                tile::multiply<false, false>(part, queries + kt * area, stages + (n & 1) * area, Unscaled{});
+                warpgroup::multiply<false, false>(part, queries + kt * area, stages + (n & 1) * area, Unscaled{});
             }
             add_scaled(rows + (i + l) * edge);
         }
@@ -637,10 +647,10 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
 // ---- backward --------------------------------------------------------------------------------------------------------
 
 inline std::size_t score_gradient_shared(std::size_t size) {
-    return 6 * area * size + (edge * (edge + 1) + (1 + diagonal_levels + 4 + 2) * edge) * sizeof(float);
+    return 6 * area * size + (1 + diagonal_levels + 4 + 8) * edge * sizeof(float);
 }
 
-// Inside a chunk: gradients of the scores q k' summed over a slice's heads, and of the level scales 0..8.
+// Inside a chunk: gradients of the scores q k' summed over a slice's heads, of the level scales 0..8, and given_near.
 // Diagonal: the tile with itself. Otherwise level 7 (one tile before it) or 8 (two).
 // Grid: tiles x (Diagonal ? 1 : 2), head slices of all groups.
 template <class T, bool Diagonal>
@@ -655,14 +665,13 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
     const int first = Diagonal ? i : ((i >> bit) << bit) - (1 << bit);  // its first, in the chunk
     const int level = diagonal_levels + bit;
 
-    T* const strip = reinterpret_cast<T*>(tile::shared_memory());      // 2 tiles
-    T* const stages = strip + 2 * area;                                // 2 x (do, v)
-    float* const terms = reinterpret_cast<float*>(stages + 4 * area);  // [64][65], Diagonal
-    float* const gamma = terms + edge * (edge + 1);
+    T* const strip = reinterpret_cast<T*>(tile::shared_memory());  // 2 tiles
+    T* const stages = strip + 2 * area;                            // 2 x (do, v)
+    float* const gamma = reinterpret_cast<float*>(stages + 4 * area);
     float* const scales = gamma + edge;
     float* const columns = scales + diagonal_levels * edge;  // [2][64]
     float* const rows = columns + 2 * edge;                  // [2][64]: decay without the level scale
-    float* const sums = rows + 2 * edge;                     // [2][64]
+    float* const sums = rows + 2 * edge;                     // [2][4][64]: by column, of each warp
 
     // Scores: q of this tile stays in stage 0, keys pass through stage 1.
     for (int x = 0; x < others; ++x) {
@@ -675,7 +684,7 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
                       kt);
             tile::commit_async();
             wait_for_tiles();
-            tile::multiply<false, true>(acc, stages, stages + area, Unscaled{});
+            warpgroup::multiply<false, true>(acc, stages, stages + area, Unscaled{});
         }
         acc.store(strip + x * area);
     }
@@ -696,9 +705,19 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
     for (int x = 0; x < most; ++x) total[x].clear();
     fetch(0);
     int n = 0;
+    // given_near of the product before, once a barrier has made its sums visible.
+    float* pending = nullptr;
+    const float* pending_sums = nullptr;
+    const auto flush = [&] {
+        if (pending != nullptr && tid < edge)
+            pending[tid] =
+                pending_sums[tid] + pending_sums[edge + tid] + pending_sums[2 * edge + tid] + pending_sums[3 * edge + tid];
+        pending = nullptr;
+    };
     for (int head = 0; head < range.count; ++head) {
         const int h = range.first + head;
         wait_for_tiles();
+        flush();
         if constexpr (Diagonal) {
             load_diagonal(p, tile_id, info, h, gamma, scales);
         } else {
@@ -710,7 +729,7 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
             if (tid < edge) scales[tid] = tid < info.rows ? p.scale(info.token + tid, h, level) : 0.0f;
             prefetch_scales(p, info, h);
         }
-        float row_sums[4] = {0, 0, 0, 0};
+        float row_sums[2] = {0, 0};
 #pragma unroll
         for (int x = 0; x < most; ++x) {
             if (x >= others) continue;
@@ -718,65 +737,103 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
             grad.clear();
             for (int vt = 0; vt < p.value_tiles; ++vt, ++n) {
                 wait_for_tiles();
+                flush();
                 fetch(n + 1);
                 const T* const stage = stages + (n & 1) * 2 * area;
-                tile::multiply<false, true>(grad, stage, stage + area, Unscaled{});
+                warpgroup::multiply<false, true>(grad, stage, stage + area, Unscaled{});
             }
-            int pair = 0;
+            // The terms take the place of do v'.
             const T* const score = strip + x * area;
-            grad.for_pairs([&](int t, int s, float& a, float& b, int local) {
-                const float2 q_k = tile::load_pair(score + tile::offset<T>(t, s));
-                float* const to = &total[x].x[pair / 8][pair % 4][pair / 4 % 2 * 2];
-                ++pair;
-                if constexpr (Diagonal) {
-                    const float da = s <= t ? a * __expf(gamma[t] - gamma[s]) : 0.0f;
-                    const float db = s + 1 <= t ? b * __expf(gamma[t] - gamma[s + 1]) : 0.0f;
-                    terms[t * (edge + 1) + s] = da * q_k.x;
-                    terms[t * (edge + 1) + s + 1] = db * q_k.y;
-                    to[0] += s <= t ? da * scales[bits_of(t ^ s) * edge + t] : 0.0f;
-                    to[1] += s + 1 <= t ? db * scales[bits_of(t ^ (s + 1)) * edge + t] : 0.0f;
-                } else {
+            if constexpr (Diagonal) {
+                // Rows lie in the block of 8 columns `block`, the same for a warp: blocks before it have one level each.
+                const int lane = tid % 32, column = lane % 4 * 2;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int block = tid / 32 * 2 + half, t = block * 8 + lane / 4;
+                    float level_sums[diagonal_levels];
+#pragma unroll
+                    for (int l = 0; l < diagonal_levels; ++l) level_sums[l] = 0;
+                    const float gamma_t = gamma[t];
+#pragma unroll
+                    for (int j = 0; j < edge / 8; ++j) {
+                        float* const at = grad.x[j] + 2 * half;
+                        float* const to = total[0].x[j] + 2 * half;
+                        if (j > block) {
+                            at[0] = at[1] = 0;
+                            continue;
+                        }
+                        const int s = j * 8 + column;
+                        const float2 q_k = tile::load_pair(score + tile::offset<T>(t, s));
+                        if (j == block) {
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int distance = t ^ (s + e), l = bits_of(distance);
+                                float d = 0, term = 0;
+                                if (s + e <= t) {
+                                    d = at[e] * __expf(gamma_t - gamma[s + e]);
+                                    term = d * (e == 0 ? q_k.x : q_k.y);
+                                    const float scale = scales[l * edge + t];
+                                    to[e] += d * scale;
+                                    at[e] = distance == 0 ? 0.0f : term * scale;
+                                } else {
+                                    at[e] = 0;
+                                }
+#pragma unroll
+                                for (int x3 = 0; x3 < 4; ++x3) level_sums[x3] += l == x3 ? term : 0.0f;
+                            }
+                        } else {
+                            const int l = 3 + bits_of(block ^ j);
+                            const float scale = scales[l * edge + t];
+                            const float da = at[0] * __expf(gamma_t - gamma[s]), db = at[1] * __expf(gamma_t - gamma[s + 1]);
+                            const float a = da * q_k.x, b = db * q_k.y;
+                            to[0] += da * scale;
+                            to[1] += db * scale;
+                            at[0] = a * scale;
+                            at[1] = b * scale;
+#pragma unroll
+                            for (int x3 = 4; x3 < diagonal_levels; ++x3) level_sums[x3] += l == x3 ? a + b : 0.0f;
+                        }
+                    }
+#pragma unroll
+                    for (int l = 0; l < diagonal_levels; ++l) {
+                        level_sums[l] += __shfl_xor_sync(0xffffffffu, level_sums[l], 1);
+                        level_sums[l] += __shfl_xor_sync(0xffffffffu, level_sums[l], 2);
+                        if (lane % 4 == l % 4) p.dscales_at(tile_id, h, l)[t] = level_sums[l];
+                    }
+                }
+            } else {
+                int pair = 0;
+                grad.for_pairs([&](int t, int s, float& a, float& b, int local) {
+                    const float2 q_k = tile::load_pair(score + tile::offset<T>(t, s));
+                    float* const to = &total[x].x[pair % 8][pair / 8 * 2];
+                    ++pair;
                     const float da = a * columns[x * edge + s] * rows[x * edge + t];
                     const float db = b * columns[x * edge + s + 1] * rows[x * edge + t];
-                    row_sums[local] += da * q_k.x + db * q_k.y;
-                    to[0] += da * scales[t];
-                    to[1] += db * scales[t];
-                }
-            });
+                    const float scale = scales[t];
+                    a = da * q_k.x;
+                    b = db * q_k.y;
+                    row_sums[local] += a + b;
+                    to[0] += da * scale;
+                    to[1] += db * scale;
+                    a *= scale;
+                    b *= scale;
+                });
+            }
+            // Two sets of sums: others may still be reading those of the product before.
+            grad.store_column_sums(sums + (x * 4 + tid / 32) * edge);
+            pending_sums = sums + x * 4 * edge;
+            pending = p.given_near + (p.at(tile_id, h) * tiles_per_chunk + first + x) * edge;
         }
-        if (!p.log_linear) continue;
-        if constexpr (Diagonal) {
-            __syncthreads();
-            // Two threads a row: level 6 is the first half of the tile, levels 0..5 lie in the token's own half.
-            const int t = tid % edge;
-            const float* const term = terms + t * (edge + 1);
-            if (tid < edge) {
-                float sum = 0;
-                if (t >= 32)
-                    for (int s = 0; s < 32; ++s) sum += term[s];
-                p.dscales_at(tile_id, h, tile_bits)[t] = sum;
-            } else {
-                p.dscales_at(tile_id, h, 0)[t] = term[t];
-                for (int l = 1; l < tile_bits; ++l) {
-                    float sum = 0;
-                    if (t >> (l - 1) & 1) {
-                        const int begin = ((t >> (l - 1)) - 1) << (l - 1);
-                        for (int s = begin; s < begin + (1 << (l - 1)); ++s) sum += term[s];
-                    }
-                    p.dscales_at(tile_id, h, l)[t] = sum;
-                }
-            }
-            // The next head writes `terms` behind two barriers.
-        } else {
-            tile::sum_over_columns(row_sums);
+        if constexpr (!Diagonal) {
+            warpgroup::sum_over_columns(row_sums);
             if (tid % 4 == 0) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) sums[tile::column_half() * edge + tile::first_row() + r * 8] = row_sums[r];
+                p.dscales_at(tile_id, h, level)[warpgroup::first_row()] = row_sums[0];
+                p.dscales_at(tile_id, h, level)[warpgroup::first_row() + 8] = row_sums[1];
             }
-            __syncthreads();
-            if (tid < edge) p.dscales_at(tile_id, h, level)[tid] = sums[tid] + sums[edge + tid];
         }
     }
+    __syncthreads();
+    flush();
     float* const out =
         p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk + first) * area;
 #pragma unroll
@@ -786,7 +843,7 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
 
 // `buffers` of do: 2, or 1 where two do not fit.
 inline std::size_t query_gradient_shared(int key_tiles, int value_tiles, int buffers, int max_live, std::size_t size) {
-    return (key_tiles + buffers * value_tiles + 2) * area * size + (2 * max_live + 4) * edge * sizeof(float);
+    return (key_tiles + buffers * value_tiles + 2) * area * size + 2 * max_live * edge * sizeof(float);
 }
 
 // Across chunks: dq += (scale * do) S' summed over buckets and a slice's heads, and the gradients of the level scales.
@@ -802,7 +859,6 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
     T* const stages = grads + buffers * value_tiles * area;             // 2 tiles
     float* const decays = reinterpret_cast<float*>(stages + 2 * area);  // [live][64]
     float* const rows = decays + p.max_live * edge;                     // [live][64]: times the level scale
-    float* const sums = rows + p.max_live * edge;                       // [2][2][64]
 
     Accumulator total[KT];
 #pragma unroll
@@ -826,16 +882,10 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
         for (int kt = 0; kt < KT; ++kt) load_keys(p, queries + kt * area, true, info.token, info.rows, range.group, kt);
         fetch(0);
     }
-    int n = 0, parity = 0;
-    float* pending = nullptr;  // where the row sums in `sums` go, once a barrier has made them visible
-    const auto flush = [&](int half) {
-        if (pending != nullptr && tid < edge) pending[tid] = sums[half * 2 * edge + tid] + sums[(half * 2 + 1) * edge + tid];
-        pending = nullptr;
-    };
+    int n = 0;
     for (int head = 0; head < range.count && items > 0; ++head) {
         const int h = range.first + head;
         wait_for_tiles();
-        flush(parity ^ 1);
         if (buffers == 1) {
             fetch_grads(head);
             tile::commit_async();
@@ -850,48 +900,43 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
         }
         prefetch_scales(p, info, h);
         for (int l = 0; l < live; ++l) {
-            float row_sums[4] = {0, 0, 0, 0};
-            float factor[4];
+            float row_sums[2] = {0, 0};
+            float factor[2];
 #pragma unroll
             for (int kt = 0; kt < KT; ++kt) {
                 Accumulator part;  // do S'
                 part.clear();
                 for (int vt = 0; vt < value_tiles; ++vt, ++n) {
                     wait_for_tiles();
-                    flush(parity ^ 1);
                     fetch(n + 1);
-                    tile::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area,
-                                                stages + (n & 1) * area, Unscaled{});
+                    warpgroup::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area,
+                                                     stages + (n & 1) * area, Unscaled{});
                 }
                 if (kt == 0) {
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) factor[r] = rows[l * edge + tile::first_row() + r * 8];
+                    for (int r = 0; r < 2; ++r) factor[r] = rows[l * edge + warpgroup::first_row() + r * 8];
                 }
                 int pair = 0;
                 part.for_pairs([&](int t, int k, float& a, float& b, int local) {
                     const float2 q = tile::load_pair(queries + kt * area + tile::offset<T>(t, k));
                     row_sums[local] += a * q.x + b * q.y;
-                    float* const to = &total[kt].x[pair / 8][pair % 4][pair / 4 % 2 * 2];
+                    float* const to = &total[kt].x[pair % 8][pair / 8 * 2];
                     ++pair;
                     to[0] += factor[local] * a;
                     to[1] += factor[local] * b;
                 });
             }
-            if (!p.log_linear) continue;
-            tile::sum_over_columns(row_sums);
+            warpgroup::sum_over_columns(row_sums);
             if (tid % 4 == 0) {
+                float* const to = p.dscales_at(tile_id, h, live_bucket(p, c, l).level);
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const int t = tile::first_row() + r * 8;
-                    sums[(parity * 2 + tile::column_half()) * edge + t] = row_sums[r] * decays[l * edge + t];
+                for (int r = 0; r < 2; ++r) {
+                    const int t = warpgroup::first_row() + r * 8;
+                    to[t] = row_sums[r] * decays[l * edge + t];
                 }
             }
-            pending = p.dscales_at(tile_id, h, live_bucket(p, c, l).level);
-            parity ^= 1;
         }
     }
-    __syncthreads();
-    flush(parity ^ 1);
     float* const out = p.dq_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area;
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) store_clipped(total[kt], out + kt * area, edge, edge, edge, true);
@@ -899,10 +944,11 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
 
 inline std::size_t key_gradient_shared(int key_tiles, std::size_t size) {
     return (key_tiles + tiles_per_chunk + 2 + 2) * area * size +
-           (1 + diagonal_levels + 1 + (tiles_per_chunk - 1) + 2) * edge * sizeof(float);
+           (1 + diagonal_levels + 1 + (tiles_per_chunk - 1)) * edge * sizeof(float);
 }
 
-// dv of every head, dk from the chunk states summed over a slice's heads, and rho. Grid: tiles, head slices of all groups.
+// dv of every head, dk from the chunk states summed over a slice's heads, and given_far.
+// Grid: tiles, head slices of all groups.
 template <class T, int KT>
 __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     const int tile_id = blockIdx.x, tid = threadIdx.x;
@@ -916,10 +962,9 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     T* const values = strip + tiles_per_chunk * area;             // 2 tiles
     T* const stages = values + 2 * area;                          // 2 tiles
     float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
-    float* const scales = gamma + edge;                             // [7][64]
-    float* const to_end = scales + diagonal_levels * edge;          // [64]: decay to the tile's end
-    float* const later_rows = to_end + edge;                        // [3][64]: level scale and decay of later tiles' tokens
-    float* const sums = later_rows + (tiles_per_chunk - 1) * edge;  // [2][64]
+    float* const scales = gamma + edge;                     // [7][64]
+    float* const to_end = scales + diagonal_levels * edge;  // [64]: decay to the tile's end
+    float* const later_rows = to_end + edge;                // [3][64]: level scale and decay of later tiles' tokens
 
     for (int kt = 0; kt < KT; ++kt) load_keys(p, keys + kt * area, false, info.token, info.rows, range.group, kt);
     for (int m = 0; m < later; ++m)
@@ -945,7 +990,7 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     Accumulator total[KT];
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) total[kt].clear();
-    float row_sums[4] = {0, 0, 0, 0};
+    float row_sums[2] = {0, 0};
     fetch(0);
     int n = 0;
     for (int unit = 0; unit < units; ++unit) {
@@ -971,23 +1016,25 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
             wait_for_tiles();
             fetch(n + 1);
             const T* const stage = stages + (n & 1) * area;
-            tile::multiply<false, false>(acc, keys + kt * area, stage, Unscaled{});
-            tile::multiply<false, true>(total[kt], value, stage, [to_end, rest](int s, int, float2 x) {
+            warpgroup::multiply<false, false>(acc, keys + kt * area, stage, Unscaled{});
+            warpgroup::multiply<false, true>(total[kt], value, stage, [to_end, rest](int s, int, float2 x) {
                 const float w = to_end[s] * rest;
                 return make_float2(x.x * w, x.y * w);
             });
             ++n;
         }
-        acc.for_pairs([&](int, int, float& a, float& b, int) {
+        acc.for_pairs([&](int s, int col, float& a, float& b, int local) {
+            const float2 v = tile::load_pair(value + tile::offset<T>(s, col));
             a *= rest;
             b *= rest;
+            row_sums[local] += v.x * a + v.y * b;
         });
         for (int m = later - 1; m > 0; --m, ++n) {
             wait_for_tiles();
             fetch(n + 1);
             const float* const w = later_rows + (m - 1) * edge;
-            tile::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area,
-                                         [w](int, int t, float2 x) { return make_float2(x.x * w[t], x.y * w[t + 1]); });
+            warpgroup::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area,
+                                              [w](int, int t, float2 x) { return make_float2(x.x * w[t], x.y * w[t + 1]); });
         }
         acc.for_pairs([&](int s, int, float& a, float& b, int) {
             a *= to_end[s];
@@ -997,45 +1044,24 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
         fetch(n + 1);
         {
             const DiagonalMask mask{gamma, scales};
-            tile::multiply<false, false>(
+            warpgroup::multiply<false, false>(
                 acc, strip, stages + (n & 1) * area,
                 [mask](int s, int t, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t + 1, s)); },
-                tid / 32 % 2 * 32);
+                tid / 32 * 16);
         }
-        // rho: do from shared memory, v too; o from device memory.
-        const T* const grad = stages + (n & 1) * area;
         ++n;
-        const int cols = p.value_width - vt * edge;
-        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-        const std::int64_t at = info.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge;
-        acc.for_pairs([&](int s, int col, float& a, float& b, int local) {
-            const float2 d = tile::load_pair(grad + tile::offset<T>(s, col));
-            const float2 v = tile::load_pair(value + tile::offset<T>(s, col));
-            float2 o = make_float2(0.0f, 0.0f);
-            if (s < info.rows && col < cols) {
-                const T* const from = p.o_in + at + s * stride + col;
-                if (p.paired_o_in) {
-                    o = tile::load_pair(from);
-                } else {
-                    o.x = tile::to_float(from[0]);
-                    if (col + 1 < cols) o.y = tile::to_float(from[1]);
-                }
-            }
-            row_sums[local] += o.x * d.x + o.y * d.y - v.x * a - v.y * b;
-        });
         store_clipped(acc, p.dv + info.token * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge,
-                      p.dv_stride, info.rows, cols, p.paired_dv);
+                      p.dv_stride, info.rows, p.value_width - vt * edge, p.paired_dv);
         if (vt == value_tiles - 1) {
-            tile::sum_over_columns(row_sums);
-            __syncthreads();
+            warpgroup::sum_over_columns(row_sums);
             if (tid % 4 == 0) {
 #pragma unroll
-                for (int r = 0; r < 4; ++r) sums[tile::column_half() * edge + tile::first_row() + r * 8] = row_sums[r];
+                for (int r = 0; r < 2; ++r) {
+                    const int s = warpgroup::first_row() + r * 8;
+                    p.given_far[p.at(tile_id, h) * edge + s] = row_sums[r] * to_end[s];
+                }
             }
-            __syncthreads();
-            if (tid < edge) p.rho[p.at(tile_id, h) * edge + tid] = sums[tid] + sums[edge + tid];
-#pragma unroll
-            for (int r = 0; r < 4; ++r) row_sums[r] = 0;
+            row_sums[0] = row_sums[1] = 0;
         }
     }
     float* const out = p.dk_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area;
@@ -1084,7 +1110,7 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
             tile::store_pair(grad + tile::offset<T>(x / edge, x % edge), sum.x, sum.y);
         }
         wait_for_tiles();
-        tile::multiply<!Queries, false>(acc, grad, other, Unscaled{});
+        warpgroup::multiply<!Queries, false>(acc, grad, other, Unscaled{});
     }
     const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
     store_clipped(acc,
@@ -1092,22 +1118,41 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
                   stride, info.rows, p.key_width - kt * edge, Queries ? p.paired_dq : p.paired_dk);
 }
 
-// dlevel_scales: what each level got, levels beyond the last column added to it. Grid: tiles, heads.
+// From the gradients of every level's scale: dlevel_scales (levels beyond the last column are added to it), received and
+// tile_flow. Grid: tiles, heads.
 template <class T>
 __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
-    const int tile_id = blockIdx.x, h = blockIdx.y;
+    const int tile_id = blockIdx.x, h = blockIdx.y, tid = threadIdx.x;
     const TileInfo info = p.tile_info[tile_id];
     float* const all = reinterpret_cast<float*>(tile::shared_memory());  // [all_levels][65]
-    const int chunk = info.index / tiles_per_chunk;
-    for (int n = threadIdx.x; n < p.all_levels * edge; n += threads) {
+    float* const scales = all + p.all_levels * (edge + 1);               // [64][levels]
+    float* const halves = scales + edge * p.levels;                      // [32][2]
+    if (p.log_linear)
+        for (int n = tid; n < info.rows * p.levels; n += threads)
+            scales[n] = p.level_scales[((info.token + n / p.levels) * p.heads + h) * p.levels + n % p.levels];
+    for (int n = tid; n < p.all_levels * edge; n += threads) {
         const int l = n / edge, t = n % edge;
-        const bool written = l < diagonal_levels || (info.index >> (l - diagonal_levels) & 1) != 0;
-        all[l * (edge + 1) + t] = written ? p.dscales_at(tile_id, h, l)[t] : 0.0f;
+        all[l * (edge + 1) + t] = sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[t] : 0.0f;
     }
-    // Sums over the chunk's tokens of scale * gradient, for the gradient of the decays between chunks.
     __syncthreads();
-    (void)chunk;
-    for (int n = threadIdx.x; n < info.rows * p.levels; n += threads) {
+    if (tid < edge) {
+        float sum = 0;
+        for (int l = 1; l < p.all_levels; ++l) {
+            float term = 0;
+            if (tid < info.rows)
+                term = all[l * (edge + 1) + tid] * (p.log_linear ? scales[tid * p.levels + min(l, p.levels - 1)] : 1.0f);
+            sum += term;
+            if (l < chunk_levels || !sees_level(p, info.index, l)) continue;
+            term = team_sum(term);
+            if (tid % 32 == 0) halves[(l - chunk_levels) * 2 + tid / 32] = term;
+        }
+        p.received[p.at(tile_id, h) * edge + tid] = sum;
+    }
+    __syncthreads();
+    if (tid < p.all_levels - chunk_levels && sees_level(p, info.index, chunk_levels + tid))
+        p.tile_flow[p.at(tile_id, h) * 32 + tid] = halves[2 * tid] + halves[2 * tid + 1];
+    if (!p.log_linear) return;
+    for (int n = tid; n < info.rows * p.levels; n += threads) {
         const int t = n / p.levels, l = n % p.levels;
         float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
         if (l == p.levels - 1)
@@ -1116,30 +1161,22 @@ __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
     }
 }
 
-// level_flow: sum over the chunk's tokens of level scale * its gradient, for each set bit of the chunk's index.
-// A warp for each (slot, head).
+// level_flow. A thread for each (slot, head, bit).
 template <class T>
 __global__ void __launch_bounds__(threads) sum_level_flow(Problem<T> p) {
     const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
     if (id >= static_cast<std::int64_t>(p.slots) * p.heads) return;
-    const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
+    const int bit = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
     const SlotInfo slot = p.slot_info[id / p.heads];
-    for (int rest = slot.index; rest != 0; rest &= rest - 1) {
-        const int j = __ffs(rest) - 1;
-        float sum = 0;
-        for (int m = 0; m < slot.tiles; ++m) {
-            const TileInfo info = p.tile_info[slot.tile + m];
-            const float* const grad = p.dscales_at(slot.tile + m, h, chunk_levels + j);
-            for (int t = lane; t < info.rows; t += 32) sum += grad[t] * p.scale(info.token + t, h, chunk_levels + j);
-        }
-        sum = team_sum(sum);
-        if (lane == 0) p.level_flow[id * 32 + j] = sum;
-    }
+    if ((slot.index >> bit & 1) == 0) return;
+    float sum = 0;
+    for (int m = 0; m < slot.tiles; ++m) sum += p.tile_flow[p.at(slot.tile + m, h) * 32 + bit];
+    p.level_flow[id * 32 + bit] = sum;
 }
 
-// flow: the sum of all terms of o . do whose token is behind the chunk's end and whose source is before it.
-// Linear: <state, gradient> there. Log-linear: for each bucket of the Fenwick decomposition of the chunks so far, what its
-// own readers still have to come (level_flow) and what it gives through its parents (crossing).
+// whole: the sum of all terms whose token is behind the chunk and whose source is before it: for each bucket of the Fenwick
+// decomposition of the chunks before it, what its own readers behind the chunk take (level_flow) and what it gives through
+// its parents (crossing). The linear operator has one bucket, of all chunks before, whose one reader is the chunk itself.
 template <class T>
 __global__ void __launch_bounds__(threads) sum_flow(Problem<T> p) {
     const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x;
@@ -1151,11 +1188,11 @@ __global__ void __launch_bounds__(threads) sum_flow(Problem<T> p) {
         return sum;
     };
     float sum = 0;
+    const int c = slot.index;
     if (!p.log_linear) {
-        sum = crossing(id);
+        if (c > 0) sum = crossing(id - p.heads);
     } else {
-        const int c = slot.index;
-        for (int rest = c + 1; rest != 0; rest &= rest - 1) {
+        for (int rest = c; rest != 0; rest &= rest - 1) {
             const int j = __ffs(rest) - 1, end = rest - 1;  // bucket of 2^j chunks that ends with chunk `end`
             sum += crossing(id - static_cast<std::int64_t>(c - end) * p.heads);
             const int readers_end = min(end + (1 << j), slot.document_chunks - 1);
@@ -1163,10 +1200,13 @@ __global__ void __launch_bounds__(threads) sum_flow(Problem<T> p) {
                 sum += p.level_flow[(id + static_cast<std::int64_t>(reader - c) * p.heads) * 32 + j];
         }
     }
-    p.flow[id] = sum;
+    p.whole[id] = sum;
 }
 
-// dg of a chunk: suffix sums of rho, and flow. A warp for each (slot, head); lane = 8 tokens.
+// dg of a chunk. A term P(t, s) belongs to g of the tokens s + 1 .. t:
+//   t and s in the chunk: suffix sums of what t receives minus what s gives: the same float32 terms, so that they cancel;
+//   only t: suffix sums of what it receives; only s: prefix sums of what it gives; neither: `whole`.
+// A warp for each (slot, head); lane = 8 tokens.
 template <class T>
 __global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
     const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
@@ -1174,31 +1214,52 @@ __global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
     const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
     const SlotInfo slot = p.slot_info[id / p.heads];
     const int m = lane / 8, t0 = lane % 8 * 8;
-    float x[8];
-    float sum = 0;
+    float x[8], given[8];
     int rows = 0;
     std::int64_t token = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = given[i] = 0;
     if (m < slot.tiles) {
         const TileInfo info = p.tile_info[slot.tile + m];
         rows = info.rows;
         token = info.token;
+        const std::int64_t at = p.at(slot.tile + m, h);
+        load(x, p.received + at * edge + t0);
+        load(given, p.given_far + at * edge + t0);
+        for (int later = m; later < slot.tiles; ++later) {
+            float near[8];
+            load(near, p.given_near + (p.at(slot.tile + later, h) * tiles_per_chunk + m) * edge + t0);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] -= near[i];
+        }
     }
+    float sum = 0, total = 0;
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
-        if (t0 + i < rows) sum += p.rho[p.at(slot.tile + m, h) * edge + t0 + i];
+        if (t0 + i < rows) sum += x[i];
         x[i] = sum;
     }
-    float behind = sum;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float its = t0 + i < rows ? given[i] : 0.0f;
+        given[i] = total;
+        total += its;
+    }
+    float behind = sum, before = total;
     for (int step = 1; step < 32; step *= 2) {
         const float other = __shfl_down_sync(0xffffffffu, behind, step);
         if (lane + step < 32) behind += other;
+        const float earlier = __shfl_up_sync(0xffffffffu, before, step);
+        if (lane >= step) before += earlier;
     }
     behind = __shfl_down_sync(0xffffffffu, behind, 1);
+    before = __shfl_up_sync(0xffffffffu, before, 1);
     if (lane == 31) behind = 0;
-    behind += p.flow[id];
+    if (lane == 0) before = 0;
+    behind += before + p.whole[id];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        if (t0 + i < rows) p.dg[(token + t0 + i) * p.heads + h] = x[i] + behind;
+        if (t0 + i < rows) p.dg[(token + t0 + i) * p.heads + h] = x[i] + given[i] + behind;
 }
 
 // ---- host ------------------------------------------------------------------------------------------------------------
@@ -1367,8 +1428,9 @@ Problem<T> make_problem(const char* op, const Args& args, const Layout& layout) 
     p.value_tiles = static_cast<int>(ceil_div(args.value_width, edge));
     p.levels = static_cast<int>(args.levels);
     p.log_linear = args.level_scales != nullptr;
-    p.all_levels = std::max(levels_needed(static_cast<std::uint64_t>(layout.longest)), diagonal_levels);
-    p.max_live = p.log_linear ? std::max(p.all_levels - chunk_levels, 0) : 1;
+    p.all_levels = p.log_linear ? std::max(levels_needed(static_cast<std::uint64_t>(layout.longest)), diagonal_levels)
+                                : chunk_levels + 1;
+    p.max_live = std::max(p.all_levels - chunk_levels, 0);
     p.tiles = layout.tiles;
     p.slots = layout.slots;
     p.documents = layout.documents;
@@ -1477,7 +1539,6 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
         const auto layout = layout_of(exec, args.sequences, args.level_scales != nullptr);
         Problem<T> p = make_problem<T>(op, args, *layout);
-        p.o_in = static_cast<const T*>(args.o);
         p.d_o = static_cast<const T*>(args.d_o);
         p.dq = static_cast<T*>(args.dq);
         p.dk = static_cast<T*>(args.dk);
@@ -1488,7 +1549,6 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         p.dk_stride = args.dk_stride;
         p.dv_stride = args.dv_stride;
         p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
-        p.paired_o_in = is_paired(sizeof(T), args.o, {args.value_width});
         p.paired_dq = is_paired(sizeof(T), args.dq, {args.dq_stride, args.key_width});
         p.paired_dk = is_paired(sizeof(T), args.dk, {args.dk_stride, args.key_width});
         p.paired_dv = is_paired(sizeof(T), args.dv, {args.dv_stride, args.value_width});
@@ -1500,14 +1560,17 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         add_state_workspace(arena, p);
         arena.add(&p.dstates, slots * heads * p.key_width * p.value_width);
         arena.add(&p.bucket_parts, static_cast<std::int64_t>(layout->parts) * heads * p.key_width * p.value_width);
-        if (p.log_linear) arena.add(&p.dscales, tiles * heads * p.all_levels * edge);
+        arena.add(&p.dscales, tiles * heads * p.all_levels * edge);
         arena.add(&p.score_grad, slices * tiles * tiles_per_chunk * area);
         arena.add(&p.dq_parts, slices * tiles * p.key_tiles * area);
         arena.add(&p.dk_parts, slices * tiles * p.key_tiles * area);
-        arena.add(&p.rho, tiles * heads * edge);
-        arena.add(&p.crossing, slots * heads * p.flow_warps);
+        arena.add(&p.received, tiles * heads * edge);
+        arena.add(&p.given_near, tiles * heads * tiles_per_chunk * edge);
+        arena.add(&p.given_far, tiles * heads * edge);
+        arena.add(&p.tile_flow, tiles * heads * 32);
         arena.add(&p.level_flow, slots * heads * 32);
-        arena.add(&p.flow, slots * heads);
+        arena.add(&p.crossing, slots * heads * p.flow_warps);
+        arena.add(&p.whole, slots * heads);
         arena.allocate(exec);
 
         const auto tile_blocks = static_cast<unsigned>(tiles), slice_blocks = static_cast<unsigned>(slices);
@@ -1519,7 +1582,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                 static_cast<std::size_t>(slots * heads) * static_cast<std::size_t>(p.key_width * p.value_width) * sizeof(T);
             FENWICK_CUDA_CHECK(cudaMemsetAsync(p.dstates, 0, bytes, stream_of(exec)));
             FENWICK_CUDA_CHECK(
-                cudaMemsetAsync(p.flow, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
+                cudaMemsetAsync(p.whole, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
         } else {
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
@@ -1548,11 +1611,10 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
         launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * area * sizeof(T), p, p.key_tiles);
         launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * area * sizeof(T), p, p.key_tiles);
-        if (p.log_linear)
-            launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
-                         static_cast<std::size_t>(p.all_levels) * (edge + 1) * sizeof(float), p);
+        launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
+                     static_cast<std::size_t>(p.all_levels * (edge + 1) + edge * p.levels + 64) * sizeof(float), p);
         if (p.slots != p.documents) {
-            if (p.log_linear) launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
+            launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
             launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
         }
         launch_tiles(op, exec, decay_gradients<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);

@@ -43,9 +43,9 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
-// The block's dynamic shared memory.
+// The block's dynamic shared memory. Tiles start at multiples of 1024 bytes: wgmma's 128-byte swizzle repeats there.
 __device__ __forceinline__ unsigned char* shared_memory() {
-    extern __shared__ __align__(128) unsigned char fenwick_dynamic_shared[];
+    extern __shared__ __align__(1024) unsigned char fenwick_dynamic_shared[];
     return fenwick_dynamic_shared;
 }
 
