@@ -179,6 +179,10 @@ TEST(SsdEmulation, PackedDocumentsGroupsAndClampedLevels) {
 
 TEST(SsdEmulation, SeveralTilesOfKeysAndValues) { check(problem_of({0, 270}, 72, 72, 10), 0.05, DType::bfloat16); }
 
+TEST(SsdEmulation, WholeTiles) {
+    for (auto dtype : {DType::float32, DType::bfloat16}) check(problem_of({0, 520}, 128, 64, 11, 2), 0.05, dtype);
+}
+
 // Nothing cancels in the decays' gradient: little is carried on, but what is must be right.
 TEST(SsdEmulation, StrongDecay) {
     for (auto dtype : {DType::float32, DType::bfloat16})

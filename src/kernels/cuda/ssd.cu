@@ -169,6 +169,25 @@ struct DiagonalMask {
     __device__ __forceinline__ float operator()(int t, int s) const {
         return s <= t ? scales[bits_of(t ^ s) * edge + t] * __expf(gamma[t] - gamma[s]) : 0.0f;
     }
+    // Two neighbours, s and s + 1 (even s), or t and t + 1. Off the diagonal blocks of 8 x 8 a block has one level; which
+    // case it is, is the same for a warp.
+    __device__ __forceinline__ float2 sources(int t, int s, float2 x) const {
+        const int block_t = t >> 3, block_s = s >> 3;
+        if (block_s > block_t) return make_float2(0.0f, 0.0f);
+        if (block_s == block_t) return make_float2(x.x * (*this)(t, s), x.y * (*this)(t, s + 1));
+        const float scale = scales[(3 + bits_of(block_t ^ block_s)) * edge + t], end = gamma[t];
+        const float2 start = tile::load_pair(gamma + s);
+        return make_float2(x.x * scale * __expf(end - start.x), x.y * scale * __expf(end - start.y));
+    }
+    __device__ __forceinline__ float2 readers(int t, int s, float2 x) const {
+        const int block_t = t >> 3, block_s = s >> 3;
+        if (block_s > block_t) return make_float2(0.0f, 0.0f);
+        if (block_s == block_t) return make_float2(x.x * (*this)(t, s), x.y * (*this)(t + 1, s));
+        const float2 scale = tile::load_pair(scales + (3 + bits_of(block_t ^ block_s)) * edge + t);
+        const float2 end = tile::load_pair(gamma + t);
+        const float start = gamma[s];
+        return make_float2(x.x * scale.x * __expf(end.x - start), x.y * scale.y * __expf(end.y - start));
+    }
 };
 
 // Brings the next head's level scales of a tile into the L2 cache.
@@ -211,29 +230,44 @@ __device__ __forceinline__ float decay_into_tile(const Problem<T>& p, int tile_i
     return __expf(fminf(static_cast<float>(p.start[at] - from), 0.0f) + p.gamma[at * edge + t]);
 }
 
+// tile::load, with a short way for whole tiles: its address arithmetic is most of what a copy costs.
+template <class T>
+__device__ __forceinline__ void load_tile(T* to, const T* from, std::int64_t stride, int rows, int cols, bool vector) {
+    if (!vector || rows < edge || cols < edge) {
+        tile::load(to, from, stride, rows, cols, vector);
+        return;
+    }
+    constexpr int unit = 16 / sizeof(T), units = edge / unit, step = threads / units;  // rows of a round, a multiple of 8
+    const int thread = tile::thread_index(), row = thread / units, col = thread % units * unit;
+    from += row * stride + col;
+    to += tile::offset<T>(row, col);
+#pragma unroll
+    for (int n = 0; n < edge / step; ++n, from += step * stride) tile::copy_async_16(to + n * step * edge, from, true);
+}
+
 // The tile of q or k.
 template <class T>
 __device__ __forceinline__ void load_keys(const Problem<T>& p, T* to, bool queries, std::int64_t token, int rows, int group,
                                           int kt) {
     const std::int64_t stride = queries ? p.q_stride : p.k_stride;
     const T* from = (queries ? p.q : p.k) + token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge;
-    tile::load(to, from, stride, rows, p.key_width - kt * edge, queries ? p.wide_q : p.wide_k);
+    load_tile(to, from, stride, rows, p.key_width - kt * edge, queries ? p.wide_q : p.wide_k);
 }
 template <class T>
 __device__ __forceinline__ void load_values(const Problem<T>& p, T* to, std::int64_t token, int rows, int h, int vt) {
-    tile::load(to, p.v + token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, p.v_stride, rows,
-               p.value_width - vt * edge, p.wide_v);
+    load_tile(to, p.v + token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, p.v_stride, rows,
+              p.value_width - vt * edge, p.wide_v);
 }
 template <class T>
 __device__ __forceinline__ void load_output_grad(const Problem<T>& p, T* to, std::int64_t token, int rows, int h, int vt) {
     const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-    tile::load(to, p.d_o + token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride, rows,
-               p.value_width - vt * edge, p.wide_o);
+    load_tile(to, p.d_o + token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride, rows,
+              p.value_width - vt * edge, p.wide_o);
 }
 template <class T>
 __device__ __forceinline__ void load_state(const Problem<T>& p, T* to, const T* states, int slot, int h, int kt, int vt) {
-    tile::load(to, states + p.state_at(slot, h) + static_cast<std::int64_t>(kt) * edge * p.value_width + vt * edge,
-               p.value_width, p.key_width - kt * edge, p.value_width - vt * edge, p.wide_state);
+    load_tile(to, states + p.state_at(slot, h) + static_cast<std::int64_t>(kt) * edge * p.value_width + vt * edge,
+              p.value_width, p.key_width - kt * edge, p.value_width - vt * edge, p.wide_state);
 }
 __device__ __forceinline__ void wait_for_tiles() {
     tile::wait_async<0>();
@@ -567,20 +601,32 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
                range.group);
     __syncthreads();
 
-    const int per_head = i + 1 + live * key_tiles, items = per_head * range.count;
-    const auto fetch = [&](int n) {
-        if (n >= items) return;
-        const int h = range.first + n / per_head, item = n % per_head;
-        T* const to = stages + (n & 1) * area;
-        if (item <= i) {
-            load_values(p, to, info.token - (i - item) * edge, item == i ? info.rows : edge, h, vt);
+    // The next item to fetch, in the order of the products: counters, since a division would delay every copy.
+    struct {
+        int head, tile, live, kt, stage;
+    } next{0, 0, 0, 0, 0};
+    const auto fetch = [&] {
+        if (next.head == range.count) return;
+        const int h = range.first + next.head;
+        T* const to = stages + next.stage * area;
+        next.stage ^= 1;
+        if (next.tile <= i) {
+            load_values(p, to, info.token - (i - next.tile) * edge, next.tile == i ? info.rows : edge, h, vt);
+            ++next.tile;
         } else {
-            const Live bucket = live_bucket(p, c, (item - i - 1) / key_tiles);
-            load_state(p, to, p.states, info.slot - bucket.back, h, (item - i - 1) % key_tiles, vt);
+            load_state(p, to, p.states, info.slot - live_bucket(p, c, next.live).back, h, next.kt, vt);
+            if (++next.kt == key_tiles) {
+                next.kt = 0;
+                ++next.live;
+            }
         }
         tile::commit_async();
+        if (next.tile > i && next.live == live) {
+            next.tile = next.live = 0;
+            ++next.head;
+        }
     };
-    fetch(0);
+    fetch();
     int n = 0;
     for (int head = 0; head < range.count; ++head) {
         const int h = range.first + head;
@@ -612,7 +658,7 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
         };
         for (int j = 0; j <= i; ++j, ++n) {
             wait_for_tiles();
-            fetch(n + 1);
+            fetch();
             const T* const stage = stages + (n & 1) * area;
             if (j < i) {
                 part.clear();
@@ -624,8 +670,7 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
             } else {
                 const DiagonalMask mask{gamma, scales};
                 warpgroup::multiply<false, false>(
-                    acc, strip + j * area, stage,
-                    [mask](int t, int s, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t, s + 1)); }, 0,
+                    acc, strip + j * area, stage, [mask](int t, int s, float2 x) { return mask.sources(t, s, x); }, 0,
                     (tid / 32 + 1) * 16);
             }
         }
@@ -633,7 +678,7 @@ __global__ void __launch_bounds__(threads, 3) outputs(Problem<T> p) {
             part.clear();
             for (int kt = 0; kt < key_tiles; ++kt, ++n) {
                 wait_for_tiles();
-                fetch(n + 1);
+                fetch();
                 warpgroup::multiply<false, false>(part, queries + kt * area, stages + (n & 1) * area, Unscaled{});
             }
             add_scaled(rows + (i + l) * edge);
@@ -654,7 +699,7 @@ inline std::size_t score_gradient_shared(std::size_t size) {
 // Diagonal: the tile with itself. Otherwise level 7 (one tile before it) or 8 (two).
 // Grid: tiles x (Diagonal ? 1 : 2), head slices of all groups.
 template <class T, bool Diagonal>
-__global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
+__global__ void __launch_bounds__(threads, 3) score_gradients(Problem<T> p) {
     const int tile_id = Diagonal ? blockIdx.x : blockIdx.x / 2, tid = threadIdx.x;
     const HeadRange range = head_range(p);
     const TileInfo info = p.tile_info[tile_id];
@@ -690,20 +735,28 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
     }
     __syncthreads();
 
-    const int per_head = others * p.value_tiles, items = per_head * range.count;
-    const auto fetch = [&](int n) {
-        if (n >= items) return;
-        const int h = range.first + n / per_head, x = n % per_head / p.value_tiles, vt = n % p.value_tiles;
-        T* const to = stages + (n & 1) * 2 * area;
-        load_output_grad(p, to, info.token, info.rows, h, vt);
-        load_values(p, to + area, info.token - (i - first - x) * edge, Diagonal ? info.rows : edge, h, vt);
+    struct {
+        int head, x, vt, stage;
+    } next{0, 0, 0, 0};
+    const auto fetch = [&] {
+        if (next.head == range.count) return;
+        const int h = range.first + next.head;
+        T* const to = stages + next.stage * 2 * area;
+        next.stage ^= 1;
+        load_output_grad(p, to, info.token, info.rows, h, next.vt);
+        load_values(p, to + area, info.token - (i - first - next.x) * edge, Diagonal ? info.rows : edge, h, next.vt);
         tile::commit_async();
+        if (++next.vt < p.value_tiles) return;
+        next.vt = 0;
+        if (++next.x < others) return;
+        next.x = 0;
+        ++next.head;
     };
     constexpr int most = Diagonal ? 1 : 2;
     Accumulator total[most];
 #pragma unroll
     for (int x = 0; x < most; ++x) total[x].clear();
-    fetch(0);
+    fetch();
     int n = 0;
     // given_near of the product before, once a barrier has made its sums visible.
     float* pending = nullptr;
@@ -738,7 +791,7 @@ __global__ void __launch_bounds__(threads) score_gradients(Problem<T> p) {
             for (int vt = 0; vt < p.value_tiles; ++vt, ++n) {
                 wait_for_tiles();
                 flush();
-                fetch(n + 1);
+                fetch();
                 const T* const stage = stages + (n & 1) * 2 * area;
                 warpgroup::multiply<false, true>(grad, stage, stage + area, Unscaled{});
             }
@@ -863,27 +916,36 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
     Accumulator total[KT];
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) total[kt].clear();
-    const int per_head = live * KT * value_tiles, items = per_head * range.count;
+    const int heads = live > 0 ? range.count : 0;
     const auto fetch_grads = [&](int head) {
         for (int x = 0; x < value_tiles; ++x)
             load_output_grad(p, grads + (head & (buffers - 1)) * value_tiles * area + x * area, info.token, info.rows,
                              range.first + head, x);
     };
-    const auto fetch = [&](int n) {
-        if (n >= items) return;
-        const int head = n / per_head, item = n % per_head, h = range.first + head;
-        const int vt = item % value_tiles, kt = item / value_tiles % KT;
-        if (item == 0 && buffers == 2) fetch_grads(head);
-        const Live bucket = live_bucket(p, c, item / (value_tiles * KT));
-        load_state(p, stages + (n & 1) * area, p.states, info.slot - bucket.back, h, kt, vt);
+    struct {
+        int head, live, kt, vt, stage;
+    } next{0, 0, 0, 0, 0};
+    const auto fetch = [&] {
+        if (next.head == heads) return;
+        if (next.live == 0 && next.kt == 0 && next.vt == 0 && buffers == 2) fetch_grads(next.head);
+        load_state(p, stages + next.stage * area, p.states, info.slot - live_bucket(p, c, next.live).back,
+                   range.first + next.head, next.kt, next.vt);
+        next.stage ^= 1;
         tile::commit_async();
+        if (++next.vt < value_tiles) return;
+        next.vt = 0;
+        if (++next.kt < KT) return;
+        next.kt = 0;
+        if (++next.live < live) return;
+        next.live = 0;
+        ++next.head;
     };
-    if (items > 0) {
+    if (heads > 0) {
         for (int kt = 0; kt < KT; ++kt) load_keys(p, queries + kt * area, true, info.token, info.rows, range.group, kt);
-        fetch(0);
+        fetch();
     }
     int n = 0;
-    for (int head = 0; head < range.count && items > 0; ++head) {
+    for (int head = 0; head < heads; ++head) {
         const int h = range.first + head;
         wait_for_tiles();
         if (buffers == 1) {
@@ -908,7 +970,7 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
                 part.clear();
                 for (int vt = 0; vt < value_tiles; ++vt, ++n) {
                     wait_for_tiles();
-                    fetch(n + 1);
+                    fetch();
                     warpgroup::multiply<false, true>(part, grads + ((head & (buffers - 1)) * value_tiles + vt) * area,
                                                      stages + (n & 1) * area, Unscaled{});
                 }
@@ -943,14 +1005,14 @@ __global__ void __launch_bounds__(threads) query_gradients(Problem<T> p, int buf
 }
 
 inline std::size_t key_gradient_shared(int key_tiles, std::size_t size) {
-    return (key_tiles + tiles_per_chunk + 2 + 2) * area * size +
+    return (key_tiles + tiles_per_chunk + 1 + 2) * area * size +
            (1 + diagonal_levels + 1 + (tiles_per_chunk - 1)) * edge * sizeof(float);
 }
 
 // dv of every head, dk from the chunk states summed over a slice's heads, and given_far.
 // Grid: tiles, head slices of all groups.
 template <class T, int KT>
-__global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
+__global__ void __launch_bounds__(threads, sizeof(T) == 2 && KT <= 2 ? 3 : 1) key_gradients(Problem<T> p) {
     const int tile_id = blockIdx.x, tid = threadIdx.x;
     const HeadRange range = head_range(p);
     const TileInfo info = p.tile_info[tile_id];
@@ -959,8 +1021,8 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     const int last_rows = p.tile_info[tile_id + later - 1].rows;
     T* const keys = reinterpret_cast<T*>(tile::shared_memory());  // KT tiles
     T* const strip = keys + KT * area;                            // k q' against tiles j .. j + later - 1
-    T* const values = strip + tiles_per_chunk * area;             // 2 tiles
-    T* const stages = values + 2 * area;                          // 2 tiles
+    T* const value = strip + tiles_per_chunk * area;              // 1 tile
+    T* const stages = value + area;                               // 2 tiles
     float* const gamma = reinterpret_cast<float*>(stages + 2 * area);
     float* const scales = gamma + edge;                     // [7][64]
     float* const to_end = scales + diagonal_levels * edge;  // [64]: decay to the tile's end
@@ -973,29 +1035,38 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
     __syncthreads();
 
     // A unit is a head and a value tile; its items: KT tiles of the state's gradient, then do of the tiles, last one first.
-    const int per_unit = KT + later, units = range.count * value_tiles, items = units * per_unit;
-    const auto fetch = [&](int n) {
-        if (n >= items) return;
-        const int unit = n / per_unit, item = n % per_unit, h = range.first + unit / value_tiles, vt = unit % value_tiles;
-        T* const to = stages + (n & 1) * area;
-        if (item == 0) load_values(p, values + (unit & 1) * area, info.token, info.rows, h, vt);
-        if (item < KT) {
-            load_state(p, to, p.dstates, info.slot, h, item, vt);
+    // The next unit's values replace this one's while its last item is worked on: they are read before that.
+    const int per_unit = KT + later;
+    struct {
+        int head, vt, item, stage;
+    } next{0, 0, 0, 0};
+    const auto fetch = [&] {
+        if (next.head == range.count) return;
+        const int h = range.first + next.head;
+        T* const to = stages + next.stage * area;
+        next.stage ^= 1;
+        if (next.item == 0) load_values(p, value, info.token, info.rows, h, next.vt);
+        if (next.item < KT) {
+            load_state(p, to, p.dstates, info.slot, h, next.item, next.vt);
         } else {
-            const int m = per_unit - 1 - item;
-            load_output_grad(p, to, info.token + m * edge, m == later - 1 ? last_rows : edge, h, vt);
+            const int m = per_unit - 1 - next.item;
+            load_output_grad(p, to, info.token + m * edge, m == later - 1 ? last_rows : edge, h, next.vt);
         }
         tile::commit_async();
+        if (++next.item < per_unit) return;
+        next.item = 0;
+        if (++next.vt < value_tiles) return;
+        next.vt = 0;
+        ++next.head;
     };
     Accumulator total[KT];
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) total[kt].clear();
     float row_sums[2] = {0, 0};
-    fetch(0);
+    fetch();
     int n = 0;
-    for (int unit = 0; unit < units; ++unit) {
-        const int h = range.first + unit / value_tiles, vt = unit % value_tiles;
-        const T* const value = values + (unit & 1) * area;
+    for (int head = 0, vt = 0; head < range.count; head += vt + 1 == value_tiles, vt = vt + 1 == value_tiles ? 0 : vt + 1) {
+        const int h = range.first + head;
         wait_for_tiles();
         load_diagonal(p, tile_id, info, h, gamma, scales);
         if (tid < edge) to_end[tid] = decay_to_tile_end(p, tile_id, h, tid);
@@ -1014,7 +1085,7 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
 #pragma unroll
         for (int kt = 0; kt < KT; ++kt) {
             wait_for_tiles();
-            fetch(n + 1);
+            fetch();
             const T* const stage = stages + (n & 1) * area;
             warpgroup::multiply<false, false>(acc, keys + kt * area, stage, Unscaled{});
             warpgroup::multiply<false, true>(total[kt], value, stage, [to_end, rest](int s, int, float2 x) {
@@ -1031,7 +1102,7 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
         });
         for (int m = later - 1; m > 0; --m, ++n) {
             wait_for_tiles();
-            fetch(n + 1);
+            fetch();
             const float* const w = later_rows + (m - 1) * edge;
             warpgroup::multiply<false, false>(acc, strip + m * area, stages + (n & 1) * area,
                                               [w](int, int t, float2 x) { return make_float2(x.x * w[t], x.y * w[t + 1]); });
@@ -1041,12 +1112,11 @@ __global__ void __launch_bounds__(threads) key_gradients(Problem<T> p) {
             b *= to_end[s];
         });
         wait_for_tiles();
-        fetch(n + 1);
+        fetch();
         {
             const DiagonalMask mask{gamma, scales};
             warpgroup::multiply<false, false>(
-                acc, strip, stages + (n & 1) * area,
-                [mask](int s, int t, float2 x) { return make_float2(x.x * mask(t, s), x.y * mask(t + 1, s)); },
+                acc, strip, stages + (n & 1) * area, [mask](int s, int t, float2 x) { return mask.readers(t, s, x); },
                 tid / 32 * 16);
         }
         ++n;
@@ -1127,9 +1197,15 @@ __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
     float* const all = reinterpret_cast<float*>(tile::shared_memory());  // [all_levels][65]
     float* const scales = all + p.all_levels * (edge + 1);               // [64][levels]
     float* const halves = scales + edge * p.levels;                      // [32][2]
-    if (p.log_linear)
-        for (int n = tid; n < info.rows * p.levels; n += threads)
-            scales[n] = p.level_scales[((info.token + n / p.levels) * p.heads + h) * p.levels + n % p.levels];
+    // A warp a token, a lane a level.
+    const int lane = tid % 32;
+    if (p.log_linear) {
+        const float* const from = p.level_scales + (info.token * p.heads + h) * p.levels;
+        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.levels;
+#pragma unroll 4
+        for (int t = tid / 32; t < info.rows; t += threads / 32)
+            for (int l = lane; l < p.levels; l += 32) scales[t * p.levels + l] = from[t * stride + l];
+    }
     for (int n = tid; n < p.all_levels * edge; n += threads) {
         const int l = n / edge, t = n % edge;
         all[l * (edge + 1) + t] = sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[t] : 0.0f;
@@ -1152,13 +1228,15 @@ __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
     if (tid < p.all_levels - chunk_levels && sees_level(p, info.index, chunk_levels + tid))
         p.tile_flow[p.at(tile_id, h) * 32 + tid] = halves[2 * tid] + halves[2 * tid + 1];
     if (!p.log_linear) return;
-    for (int n = tid; n < info.rows * p.levels; n += threads) {
-        const int t = n / p.levels, l = n % p.levels;
-        float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
-        if (l == p.levels - 1)
-            for (int x = l + 1; x < p.all_levels; ++x) sum += all[x * (edge + 1) + t];
-        p.dlevel_scales[((info.token + t) * p.heads + h) * p.levels + l] = sum;
-    }
+    float* const to = p.dlevel_scales + (info.token * p.heads + h) * p.levels;
+    const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.levels;
+    for (int t = tid / 32; t < info.rows; t += threads / 32)
+        for (int l = lane; l < p.levels; l += 32) {
+            float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
+            if (l == p.levels - 1)
+                for (int x = l + 1; x < p.all_levels; ++x) sum += all[x * (edge + 1) + t];
+            to[t * stride + l] = sum;
+        }
 }
 
 // level_flow. A thread for each (slot, head, bit).

@@ -180,8 +180,8 @@ __device__ __forceinline__ void load_a(std::uint32_t (&af)[4], const bf16* a, co
 template <bool ATransposed, bool BTransposed, class T, class Scale>
 __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b, Scale scale, int k_begin = 0,
                                          int k_end = edge) {
-    const int thread = thread_index(), lane = thread % 32;
     if constexpr (std::is_same_v<T, float>) {
+        const int thread = thread_index(), lane = thread % 32;
         const int row = thread / 32 * 16 + lane / 4, col = lane % 4 * 2;
         for (int k = k_begin; k < k_end; k += 2) {
             float2 av[2];
@@ -242,7 +242,7 @@ __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b,
             wgmma_end(c.x);
         }
 #else
-        const int matrix = lane / 8, line = lane % 8;
+        const int lane = thread_index() % 32, matrix = lane / 8, line = lane % 8;
 #pragma unroll
         for (int k = 0; k < edge; k += 16) {
             if (k < k_begin || k >= k_end) continue;
