@@ -9,6 +9,11 @@
 
 namespace fenwick::tools {
 
+// Thrown by a command that has said all there is to say: the program ends with this code.
+struct Exit {
+    int code = 0;
+};
+
 struct GlobalOptions {
     bool quiet = false;             // no progress, only results and errors
     std::string log_level = "warn";

@@ -1,6 +1,7 @@
 // fenwick train: pretraining from a YAML config.
 #include <cmath>
 #include <cstdio>
+#include <optional>
 
 #include "tools/command.h"
 #include "tools/progress.h"
@@ -12,7 +13,8 @@ namespace {
 struct TrainOptions {
     std::string config;
     std::vector<std::string> overrides;
-    std::string run_dir, resume = "no";
+    std::optional<std::string> run_dir;
+    std::string resume = "no";
 };
 
 // "weights 3.3 GB, gradients 3.3 GB": the kinds that there are.
@@ -67,10 +69,15 @@ public:
 
     void on_end(const train::EndReport& end) override {
         progress_.clear();
+        if (end.nothing_left) {
+            std::fprintf(stderr, "nothing is left to train: the run is at step %lld of %lld (%s)\n", static_cast<long long>(end.step),
+                         static_cast<long long>(end.total_steps), end.checkpoint.c_str());
+            return;
+        }
         if (quiet_) return;
-        if (end.interrupted)
+        if (end.signal != 0)
             std::fprintf(stderr, "interrupted after step %lld; continue with --resume auto\n", static_cast<long long>(end.step));
-        std::fprintf(stderr, "%s in %s; checkpoint %s\npeak memory %s: %s\n", end.interrupted ? "stopped" : "trained",
+        std::fprintf(stderr, "%s in %s; checkpoint %s\npeak memory %s: %s\n", end.signal != 0 ? "stopped" : "trained",
                      duration_text(end.time_s).c_str(), end.checkpoint.c_str(),
                      bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
                      memory_text(end.memory.peak_bytes).c_str());
@@ -93,13 +100,23 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
         "fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100",
         options, [&global](const TrainOptions& given) {
             std::vector<std::string> overrides = given.overrides;
-            if (!given.run_dir.empty()) overrides.push_back("run_dir=" + given.run_dir);
+            if (given.run_dir) {
+                FENWICK_CHECK(!given.run_dir->empty(), "--run-dir is empty; a folder is needed");
+                overrides.push_back("run_dir=" + train::yaml_text(*given.run_dir));  // a path as it stands, not YAML
+            }
             if (global.threads > 0) overrides.push_back("train.num_threads=" + std::to_string(global.threads));
             const train::RunConfig config = train::load_config(given.config, overrides);
-            const auto communicator = train::make_communicator();
-            ProgressObserver observer(global.quiet);
-            train::train(config, given.resume == "auto" ? train::Resume::automatic : train::Resume::no, *communicator, observer);
+            train::EndReport end;
+            {
+                const auto communicator = train::make_communicator();
+                ProgressObserver observer(global.quiet);
+                end = train::train(config, given.resume == "auto" ? train::Resume::automatic : train::Resume::no, *communicator,
+                                   observer);
+            }
+            if (end.signal != 0) throw Exit{128 + end.signal};  // as a shell says it, so that scripts see that it is not finished
         });
+    command->footer("Example:\n  fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100\n"
+                    "SIGINT and SIGTERM end the run after the current step with a checkpoint, exit code 130 or 143; a second one kills.");
     command->add_option("config", options->config, "YAML file; docs/configuration.md lists the keys")->required();
     command->add_option("--set", options->overrides, "Override a key: --set train.steps=100 (may be repeated)")
         ->allow_extra_args(false)

@@ -13,7 +13,8 @@
 
 namespace {
 
-// Exit codes: 0 success, 1 a defect of this program, 2 something the user can mend.
+// Exit codes: 0 success, 1 a defect of this program, 2 something the user can mend, 130 and 143 training that SIGINT or
+// SIGTERM ended early, with a checkpoint.
 constexpr int exit_defect = 1, exit_bad_input = 2;
 
 int report(const char* message, int code) {
@@ -59,6 +60,8 @@ int main(int argc, char** argv) {
         app.parse(argc, argv);
     } catch (const CLI::Success& request) {  // --help, --version
         return app.exit(request);
+    } catch (const fenwick::tools::Exit& exit) {
+        return exit.code;
     } catch (const CLI::ParseError& error) {
         // CLI11 misses the subcommand before it sees that a word is none.
         if (app.get_subcommands().empty() && app.remaining_size() > 0)

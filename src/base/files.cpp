@@ -1,6 +1,7 @@
 #include "base/files.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -26,6 +27,7 @@ public:
         if (number_ >= 0) ::close(number_);
     }
     int get() const { return number_; }
+    int release() { return std::exchange(number_, -1); }
     // Some file systems report a failed write only here.
     bool close() { return ::close(std::exchange(number_, -1)) == 0; }
 
@@ -59,6 +61,19 @@ void sync_folder_of(const std::string& path) {
 }
 
 }  // namespace
+
+FileLock::~FileLock() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+bool FileLock::acquire(const std::string& path) {
+    Descriptor descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+    FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be opened: {}", path, reason());
+    if (::flock(descriptor.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+    if (descriptor_ >= 0) ::close(descriptor_);
+    descriptor_ = descriptor.release();
+    return true;
+}
 
 std::string read_file(const std::string& path) {
     const Descriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));

@@ -6,6 +6,22 @@
 
 namespace fenwick {
 
+// A file that one holder at a time, of all processes of the machine, can own (and of others, where the file system carries
+// locks between machines). The system lets go of it when the process ends in whatever way.
+class FileLock {
+public:
+    FileLock() = default;
+    FileLock(const FileLock&) = delete;
+    FileLock& operator=(const FileLock&) = delete;
+    ~FileLock();
+    // Makes the file if it is not there. False: someone else holds it. Throws Error if it cannot be opened. File systems
+    // without locks count as free.
+    bool acquire(const std::string& path);
+
+private:
+    int descriptor_ = -1;
+};
+
 std::string read_file(const std::string& path);  // throws Error "PATH: no such file" and the like
 
 // Writes to "<path>.tmp", syncs, renames over `path`, syncs the folder. On failure removes the temporary file and

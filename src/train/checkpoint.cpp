@@ -102,7 +102,7 @@ CheckpointHeader read_header(const hdf5::File& file) {
 void save_checkpoint(const std::string& path, const CheckpointHeader& header, const Optimizer& optimizer) {
     const std::string temporary = path + ".tmp";
     try {
-        fs::create_directories(fs::path(path).parent_path());
+        if (const fs::path parent = fs::path(path).parent_path(); !parent.empty()) fs::create_directories(parent);
         {
             hdf5::File file = hdf5::File::create(temporary);
             file.set_attribute("/", "format", format);
@@ -206,11 +206,13 @@ std::optional<std::string> latest_complete(const std::string& folder) {
     return std::nullopt;
 }
 
-void remove_old_checkpoints(const std::string& folder, std::int64_t keep) {
+void rotate_checkpoints(const std::string& folder, std::int64_t newest, std::int64_t keep) {
     const auto steps = checkpoint_steps(folder);
+    const auto later = std::upper_bound(steps.begin(), steps.end(), newest);
+    const auto kept = later - std::min<std::ptrdiff_t>(later - steps.begin(), std::max<std::int64_t>(keep, 1));
     std::error_code ignored;
-    for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < steps.size(); ++i)
-        fs::remove(checkpoint_path(folder, steps[i]), ignored);
+    for (auto step = steps.begin(); step != steps.end(); ++step)
+        if (step < kept || step >= later) fs::remove(checkpoint_path(folder, *step), ignored);
 }
 
 std::string find_checkpoint(const std::string& path) {

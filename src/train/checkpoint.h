@@ -48,7 +48,9 @@ std::string checkpoint_path(const std::string& folder, std::int64_t step);  // F
 std::vector<std::int64_t> checkpoint_steps(const std::string& folder);      // that stand there, lowest first
 // The newest one that is complete and undamaged; others are passed over with a warning in the log.
 std::optional<std::string> latest_complete(const std::string& folder);
-void remove_old_checkpoints(const std::string& folder, std::int64_t keep);
+// After the checkpoint of step `newest` was written: keeps it and those before it, `keep` in all. Older ones go, and so do
+// those of later steps: the run was resumed from before them because they are damaged, and it will write them again.
+void rotate_checkpoints(const std::string& folder, std::int64_t newest, std::int64_t keep);
 // `path` itself, or, where it is a run folder, its newest complete checkpoint. Throws Error if there is none.
 std::string find_checkpoint(const std::string& path);
 

@@ -109,6 +109,11 @@ Key below(double high, Key key) {
     return key;
 }
 
+// The largest of each kind. Sums and products of two of them stay within 64 bits.
+constexpr double max_size = 1 << 24;                             // width, or number of heads, layers, token ids
+constexpr std::int64_t max_batch_tokens = std::int64_t{1} << 31;  // one step's
+constexpr double max_steps = 1e12, max_tokens = 1e15;
+
 #define FIELD(path) [](auto& config) -> auto& { return config.path; }
 
 const std::vector<Section>& table() {
@@ -127,25 +132,25 @@ const std::vector<Section>& table() {
                        {"gated_deltanet", ModelType::gated_deltanet},
                        {"log_linear_gated_deltanet", ModelType::log_linear_gated_deltanet}},
                    "architecture"),
-            at_least(0, key("vocab_size", FIELD(model.vocab_size), "number of token ids; 0: that of the token file")),
-            required(at_least(1, key("hidden_size", FIELD(model.hidden_size), "width of the residual stream"))),
-            required(at_least(1, key("num_layers", FIELD(model.num_layers), "number of blocks (mixer and MLP)"))),
-            at_least(0, key("intermediate_size", FIELD(model.intermediate_size),
+            between(0, max_size, key("vocab_size", FIELD(model.vocab_size), "number of token ids; 0: that of the token file")),
+            required(between(1, max_size, key("hidden_size", FIELD(model.hidden_size), "width of the residual stream"))),
+            required(between(1, max_size, key("num_layers", FIELD(model.num_layers), "number of blocks (mixer and MLP)"))),
+            between(0, max_size, key("intermediate_size", FIELD(model.intermediate_size),
                             "width of the MLP; 0: 256 * ceil(8/3 * hidden_size / 256)")),
             above(0, key("norm_eps", FIELD(model.norm_eps), "added to the mean square in norms")),
             key("tie_embeddings", FIELD(model.tie_embeddings), "output head shares the embedding's weights"),
             above(0, key("initializer_range", FIELD(model.initializer_range),
                             "standard deviation of initial weights of projections and embedding")),
-            required(at_least(1, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
-            at_least(0, key("head_dim", FIELD(model.head_dim),
+            required(between(1, max_size, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
+            between(0, max_size, key("head_dim", FIELD(model.head_dim),
                             "width of a head: of values (Mamba-2), of keys (Gated DeltaNet), of both (Transformer, where 0 "
-                            "is hidden_size / num_heads)")),
-            at_least(0, key("num_kv_heads", FIELD(model.num_kv_heads), "Transformer: key/value heads; 0: num_heads")),
+                            "is hidden_size / num_heads; the others need a value of at least 1)")),
+            between(0, max_size, key("num_kv_heads", FIELD(model.num_kv_heads), "Transformer: key/value heads; 0: num_heads")),
             above(0, key("rope_theta", FIELD(model.rope_theta), "Transformer: base of the rotary angles")),
-            at_least(1, key("state_size", FIELD(model.state_size), "Mamba-2: width of B and C (keys and queries)")),
-            at_least(1, key("n_groups", FIELD(model.n_groups), "Mamba-2: groups of heads that share B and C")),
+            between(1, max_size, key("state_size", FIELD(model.state_size), "Mamba-2: width of B and C (keys and queries)")),
+            between(1, max_size, key("n_groups", FIELD(model.n_groups), "Mamba-2: groups of heads that share B and C")),
             above(0, key("expand_v", FIELD(model.expand_v), "Gated DeltaNet: value width of a head over its key width")),
-            at_least(1, key("conv_width", FIELD(model.conv_width), "Mamba-2, Gated DeltaNet: taps of the short convolution")),
+            between(1, 16, key("conv_width", FIELD(model.conv_width), "Mamba-2, Gated DeltaNet: taps of the short convolution")),
             between(0, 62, key("num_levels", FIELD(model.num_levels),
                                "log-linear models: level scales a head; 0: as many as data.sequence_length needs")),
             choice("level_overflow", FIELD(model.level_overflow),
@@ -157,7 +162,7 @@ const std::vector<Section>& table() {
         {"data", "What it is trained on: token files made by `fenwick tokenize`.", {
             required(key("train", FIELD(data.train), "token files of the training text; one name may stand without a list")),
             key("valid", FIELD(data.valid), "token file of the validation text; empty: no validation"),
-            required(at_least(1, key("sequence_length", FIELD(data.sequence_length), "tokens of a row"))),
+            required(between(1, max_batch_tokens, key("sequence_length", FIELD(data.sequence_length), "tokens of a row"))),
         }},
         {"optimizer", "AdamW with decoupled weight decay.", {
             above(0, key("learning_rate", FIELD(optimizer.learning_rate), "highest learning rate")),
@@ -175,28 +180,28 @@ const std::vector<Section>& table() {
                                                                      {"linear", ScheduleType::linear},
                                                                      {"constant", ScheduleType::constant}},
                    "course after warm-up; wsd: constant, then decay over the last decay_steps"),
-            at_least(0, key("warmup_steps", FIELD(schedule.warmup_steps), "steps of linear warm-up")),
+            between(0, max_steps, key("warmup_steps", FIELD(schedule.warmup_steps), "steps of linear warm-up")),
             between(0, 1, key("min_ratio", FIELD(schedule.min_ratio), "final learning rate over the highest")),
-            at_least(0, key("decay_steps", FIELD(schedule.decay_steps), "wsd: steps of the final decay; 0: a tenth of the run")),
+            between(0, max_steps, key("decay_steps", FIELD(schedule.decay_steps), "wsd: steps of the final decay; 0: a tenth of the run")),
             choice("decay_shape", FIELD(schedule.decay_shape),
                    std::vector<std::pair<std::string, DecayShape>>{{"linear", DecayShape::linear}, {"sqrt", DecayShape::sqrt}},
                    "wsd: decay linearly, or as 1 - sqrt(progress)"),
         }},
         {"train", "The loop.", {
-            at_least(0, key("steps", FIELD(train.steps), "optimizer steps; 0: from tokens")),
-            at_least(0, key("tokens", FIELD(train.tokens), "instead of steps: tokens to train on, rounded up to whole steps")),
-            at_least(1, key("batch_size", FIELD(train.batch_size), "rows of an optimizer step, over all processes")),
-            at_least(0, key("micro_batch", FIELD(train.micro_batch),
+            between(0, max_steps, key("steps", FIELD(train.steps), "optimizer steps; 0: from tokens")),
+            between(0, max_tokens, key("tokens", FIELD(train.tokens), "instead of steps: tokens to train on, rounded up to whole steps")),
+            between(1, max_batch_tokens, key("batch_size", FIELD(train.batch_size), "rows of an optimizer step, over all processes")),
+            between(0, max_batch_tokens, key("micro_batch", FIELD(train.micro_batch),
                             "rows of one forward of one process; the rest is accumulated; 0: all at once")),
             at_least(0, key("seed", FIELD(train.seed), "of the initial weights and of the order of the data")),
             key("init_from", FIELD(train.init_from),
                 "checkpoint or run folder whose weights the run begins with; empty: drawn from the seed"),
-            at_least(0, key("validate_every", FIELD(train.validate_every), "steps between validations; 0: only at the end")),
-            at_least(0, key("validate_tokens", FIELD(train.validate_tokens),
+            between(0, max_steps, key("validate_every", FIELD(train.validate_every), "steps between validations; 0: only at the end")),
+            between(0, max_tokens, key("validate_tokens", FIELD(train.validate_tokens),
                             "tokens of a validation, rounded up to whole rows; 0: the whole file")),
-            at_least(0, key("checkpoint_every", FIELD(train.checkpoint_every), "steps between checkpoints; 0: only at the end")),
-            at_least(1, key("keep_checkpoints", FIELD(train.keep_checkpoints), "newest checkpoints that are kept")),
-            at_least(1, key("log_every", FIELD(train.log_every), "steps between lines of metrics.jsonl")),
+            between(0, max_steps, key("checkpoint_every", FIELD(train.checkpoint_every), "steps between checkpoints; 0: only at the end")),
+            between(1, max_steps, key("keep_checkpoints", FIELD(train.keep_checkpoints), "newest checkpoints that are kept")),
+            between(1, max_steps, key("log_every", FIELD(train.log_every), "steps between lines of metrics.jsonl")),
             choice("recompute", FIELD(train.recompute),
                    std::vector<std::pair<std::string, Recompute>>{
                        {"none", Recompute::none}, {"mixer", Recompute::mixer}, {"block", Recompute::block}},
@@ -209,7 +214,7 @@ const std::vector<Section>& table() {
                    std::vector<std::pair<std::string, DeviceChoice>>{
                        {"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}, {"cuda", DeviceChoice::cuda}},
                    "auto: a GPU where there is one"),
-            at_least(0, key("num_threads", FIELD(train.num_threads), "threads on the CPU; 0: all cores. Never changes results")),
+            between(0, 4096, key("num_threads", FIELD(train.num_threads), "threads on the CPU; 0: all cores. Never changes results")),
             choice("on_nan", FIELD(train.on_nan),
                    std::vector<std::pair<std::string, NanPolicy>>{{"stop", NanPolicy::stop}, {"skip", NanPolicy::skip}},
                    "loss or gradient not finite: stop the run, or skip that update"),
@@ -243,7 +248,7 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 // " did you mean 'hidden_size'?", or what there is. The same name in another section is the best guess.
 std::string suggestion(const Section& section, const std::string& name) {
     for (const auto& other : table()) {
-        if (other.name == name) return fmt::format("'{}' is a section of its own", name);
+        if (other.name == name && !name.empty()) return fmt::format("'{}' is a section of its own", name);
         for (const auto& key : other.keys)
             if (key.name == name && &other != &section) return fmt::format("did you mean '{}'?", full_name(other, key));
     }
@@ -305,6 +310,7 @@ Value read_value(const Key& key, const std::string& name, const YAML::Node& node
     if (key.type == "list of texts" && node.IsSequence()) {
         std::vector<std::string> values;
         for (const auto& item : node) {
+            if (item.IsScalar() && item.Scalar().empty()) fail("{}: {} holds an empty name; {}", source.at(item.Mark()), name, needed(key));
             if (!item.IsScalar()) fail("{}: {} holds {}; {}", source.at(item.Mark()), name, shown(item), needed(key));
             values.push_back(item.Scalar());
         }
@@ -314,8 +320,9 @@ Value read_value(const Key& key, const std::string& name, const YAML::Node& node
     const bool text = key.type == "text";
     if (!node.IsScalar() && !(text && node.IsNull())) wrong();
     const std::string scalar = node.IsScalar() ? node.Scalar() : "";
-    if (text) return scalar;
+    if (text && !key.required) return scalar;
     if (scalar.empty()) fail("{}: {} is empty; {}", at, name, needed(key));
+    if (text) return scalar;
     if (key.type == "list of texts") return std::vector<std::string>{scalar};
     if (key.type == "choice") {
         if (std::find(key.choices.begin(), key.choices.end(), scalar) == key.choices.end()) wrong();
@@ -338,6 +345,18 @@ Value read_value(const Key& key, const std::string& name, const YAML::Node& node
     return value;
 }
 
+// Of the one document that `text` holds.
+YAML::Node parse_yaml(const std::string& text, const Source& source) {
+    try {
+        const std::vector<YAML::Node> documents = YAML::LoadAll(text);
+        if (documents.size() > 1)
+            fail("{}: a second document begins after '---'; a config is one document", source.at(documents[1].Mark()));
+        return documents.empty() ? YAML::Node() : documents.front();
+    } catch (const YAML::Exception& error) {
+        fail("{}: not valid YAML: {}", source.at(error.mark), error.msg);
+    }
+}
+
 // ---- a file ----------------------------------------------------------------------------------------------------------
 
 const Section* find_section(std::string_view name) {
@@ -352,6 +371,16 @@ const Key* find_key(const Section& section, std::string_view name) {
     return nullptr;
 }
 
+// The largest divisor of `value` that is at most `limit`.
+std::int64_t divisor_up_to(std::int64_t value, std::int64_t limit) {
+    std::int64_t best = 1;
+    for (std::int64_t divisor = 1; divisor * divisor <= value; ++divisor)
+        if (value % divisor == 0)
+            for (const std::int64_t found : {divisor, value / divisor})
+                if (found <= limit) best = std::max(best, found);
+    return best;
+}
+
 class Reader {
 public:
     RunConfig config;
@@ -359,12 +388,7 @@ public:
     void file(std::string_view text, const std::string& origin) {
         origin_ = origin;
         const Source source{origin};
-        YAML::Node root;
-        try {
-            root = YAML::Load(std::string(text));
-        } catch (const YAML::Exception& error) {
-            fail("{}: not valid YAML: {}", source.at(error.mark), error.msg);
-        }
+        const YAML::Node root = parse_yaml(std::string(text), source);
         if (root.IsNull()) return;
         if (!root.IsMap()) fail("{}: {} stands at the top level; sections such as 'model:' are needed", source.at(root.Mark()),
                                 root.IsScalar() ? "text" : "a list");
@@ -378,6 +402,7 @@ public:
             fail("--set {}: a key, '=' and a value are needed, as in --set train.steps=100", assignment);
         const std::string name = assignment.substr(0, equals);
         const auto dot = name.find('.');
+        if (dot == 0) fail("{}: the section before '.' is empty; a key is needed, as in --set train.steps=100", source.file);
         const std::string section_name = dot == std::string::npos ? "" : name.substr(0, dot);
         const std::string key_name = dot == std::string::npos ? name : name.substr(dot + 1);
         const Section* section = find_section(section_name);
@@ -385,13 +410,7 @@ public:
             fail("{}: unknown section '{}'; {}", source.file, section_name, suggestion(*find_section(""), section_name));
         const Key* key = find_key(*section, key_name);
         if (key == nullptr) fail("{}: unknown key '{}'; {}", source.file, name, suggestion(*section, key_name));
-        YAML::Node value;
-        try {
-            value = YAML::Load(assignment.substr(equals + 1));
-        } catch (const YAML::Exception& error) {
-            fail("{}: not valid YAML: {}", source.file, error.msg);
-        }
-        assign(*section, *key, value, source.file, source);
+        assign(*section, *key, parse_yaml(assignment.substr(equals + 1), source), source.file, source);
     }
 
     void finish() {
@@ -413,10 +432,11 @@ private:
             const std::string name = entry.first.Scalar();
             const std::string full = section.name.empty() ? name : section.name + "." + name;
             const std::string at = source.at(entry.first.Mark());
+            if (name.empty()) fail("{}: a key is empty; a name is needed", at);
             if (!seen.insert(name).second) fail("{}: '{}' stands twice; keep one", at, full);
             if (const Key* key = find_key(section, name)) {
                 assign(section, *key, entry.second, at, source);
-            } else if (const Section* inner = section.name.empty() ? find_section(name) : nullptr; inner && !name.empty()) {
+            } else if (const Section* inner = section.name.empty() ? find_section(name) : nullptr; inner) {
                 if (entry.second.IsNull()) continue;
                 if (!entry.second.IsMap())
                     fail("{}: section '{}' is {}; keys and values are needed below it", at, name, shown(entry.second));
@@ -442,6 +462,10 @@ private:
         if (train.steps != 0 && train.tokens != 0)
             fail("{}: train.steps is {} and train.tokens is {}; only one of them can hold, drop the other", origin_, train.steps,
                  train.tokens);
+        if (train.batch_size > max_batch_tokens / data.sequence_length)
+            fail("{}: train.batch_size {} times data.sequence_length {} is more than {} tokens a step; lower one of them "
+                 "(train.batch_size to at most {})",
+                 origin_, train.batch_size, data.sequence_length, max_batch_tokens, max_batch_tokens / data.sequence_length);
         const std::int64_t tokens_a_step = train.batch_size * data.sequence_length;
         if (train.steps == 0) {
             train.steps = (train.tokens + tokens_a_step - 1) / tokens_a_step;
@@ -459,8 +483,10 @@ private:
                  schedule.type == ScheduleType::wsd ? fmt::format(" and schedule.decay_steps {}", schedule.decay_steps) : "",
                  train.steps, scheduled);
         if (train.micro_batch > 0 && train.batch_size % train.micro_batch != 0)
-            fail("{}: train.batch_size {} is not a multiple of train.micro_batch {}; {} would be", origin_, train.batch_size,
-                 train.micro_batch, (train.batch_size / train.micro_batch + 1) * train.micro_batch);
+            fail("{}: train.batch_size {} is not a multiple of train.micro_batch {}; set train.micro_batch to {}, or train.batch_size "
+                 "to {}",
+                 origin_, train.batch_size, train.micro_batch, divisor_up_to(train.batch_size, train.micro_batch),
+                 (train.batch_size / train.micro_batch + 1) * train.micro_batch);
         if (train.dtype == DType::bfloat16 && train.device == DeviceChoice::cpu)
             fail("{}: train.dtype is bfloat16 and train.device is cpu; the CPU computes in float32", origin_);
         if (train.dtype == DType::float64 && train.device == DeviceChoice::cuda)
@@ -489,12 +515,14 @@ private:
 std::string quoted(const std::string& text) {
     const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
         return std::isalnum(c) || c == '_' || c == '/' || c == '.' || c == '-';
-    }) && text.find_first_not_of("0123456789.-_") != std::string::npos && text.front() != '-' && text.front() != '.';
+    }) && text.find_first_not_of("0123456789.-_") != std::string::npos && text.front() != '-' && text.front() != '.' &&
+                       text != "null" && text != "Null" && text != "NULL";
     if (plain) return text;
     std::string out = "\"";
     for (const char c : text) {
         if (c == '"' || c == '\\') out += '\\';
         if (c == '\n') out += "\\n";
+        else if (c == '\r') out += "\\r";
         else out += c;
     }
     return out + "\"";
@@ -537,6 +565,8 @@ void resolve_for_processes(RunConfig& config, int processes) {
                   train.batch_size, train.micro_batch, processes, share,
                   (train.batch_size / (train.micro_batch * processes) + 1) * train.micro_batch * processes);
 }
+
+std::string yaml_text(const std::string& text) { return quoted(text); }
 
 std::string to_yaml(const RunConfig& config) {
     std::string out;

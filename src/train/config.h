@@ -83,6 +83,9 @@ RunConfig parse_config(std::string_view text, const std::string& origin, const s
 // Contradictions that show only when it is known how many processes there are. Fills in train.micro_batch.
 void resolve_for_processes(RunConfig& config, int processes);
 
+// A text as YAML reads it back, in quotes where it needs them.
+std::string yaml_text(const std::string& text);
+
 // Every key with its value; parse_config gives the same configuration back.
 std::string to_yaml(const RunConfig& config);
 

@@ -25,10 +25,10 @@ namespace fs = std::filesystem;
 
 // ---- signals -----------------------------------------------------------------------------------------------------------
 
-volatile std::sig_atomic_t stop_requested = 0;
+volatile std::sig_atomic_t stop_requested = 0;  // the signal's number
 
 extern "C" void request_stop(int signal) {
-    stop_requested = 1;
+    stop_requested = signal;
     std::signal(signal, SIG_DFL);  // a second one kills
 }
 
@@ -115,6 +115,12 @@ public:
 
     EndReport run(Resume resume) {
         const std::string resumed_from = open_run_folder(resume);
+        if (step_ >= config_.train.steps) {  // the folder stays as it is
+            const EndReport end{.step = step_, .total_steps = config_.train.steps, .nothing_left = true, .checkpoint = resumed_from,
+                                .memory = memory_stats(device_.type)};
+            if (communicator_.is_root()) observer_.on_end(end);
+            return end;
+        }
         reset_peak_memory(device_.type);
         if (communicator_.is_root())
             observer_.on_start({.config = config_, .first_step = step_ + 1, .resumed_from = resumed_from,
@@ -124,12 +130,12 @@ public:
 
         SignalScope signals;
         const auto& train = config_.train;
-        bool interrupted = false;
-        while (step_ < train.steps && !interrupted) {
+        int signal = 0;  // that asked for the end
+        while (step_ < train.steps && signal == 0) {
             ++step_;
             const bool last = step_ == train.steps;
             const auto step_start = std::chrono::steady_clock::now();
-            StepReport report = update(interrupted);
+            StepReport report = update(signal);
             report.tokens_per_s = static_cast<double>(report.tokens - tokens_) / seconds_since(step_start);
             tokens_ = report.tokens;
             if (peak_flops_ > 0) report.mfu = report.tokens_per_s * flops_per_token_ / peak_flops_;
@@ -139,9 +145,9 @@ public:
                 if (last || report.valid_loss || step_ % train.log_every == 0) metrics_->write(report);
                 observer_.on_step(report);
             }
-            if (last || interrupted || is_due(train.checkpoint_every)) save();
+            if (last || signal != 0 || is_due(train.checkpoint_every)) save();
         }
-        EndReport end{.step = step_, .interrupted = interrupted && step_ < train.steps,
+        EndReport end{.step = step_, .total_steps = train.steps, .signal = step_ < train.steps ? signal : 0,
                       .checkpoint = checkpoint_path(checkpoints(), step_), .time_s = seconds_since(start_),
                       .memory = memory_stats(device_.type)};
         if (communicator_.is_root()) observer_.on_end(end);
@@ -163,6 +169,7 @@ private:
 
     // Makes the folder or continues in it; returns the checkpoint resumed from, or "".
     std::string open_run_folder(Resume resume) {
+        lock_run_folder();
         const bool holds_run = fs::exists(config_.run_dir + "/config.yaml") || fs::exists(config_.run_dir + "/metrics.jsonl") ||
                                !checkpoint_steps(checkpoints()).empty();
         FENWICK_CHECK(resume == Resume::automatic || !holds_run,
@@ -170,14 +177,35 @@ private:
         const std::string newest = holds_run ? agree_on_checkpoint() : "";
         if (!newest.empty()) restore(newest);
         communicator_.barrier();  // everyone has read before rank 0 writes
-        if (communicator_.is_root()) {
-            std::error_code error;
-            fs::create_directories(checkpoints(), error);
-            FENWICK_CHECK(!error, "{}: the folder cannot be made ({})", checkpoints(), error.message());
+        if (communicator_.is_root() && step_ < config_.train.steps) {
+            remove_temporaries();
             write_file_atomically(config_.run_dir + "/config.yaml", to_yaml(config_));
             metrics_.emplace(config_.run_dir + "/metrics.jsonl", step_);
         }
         return newest;
+    }
+
+    // Two runs in one folder would overwrite each other's files: rank 0 holds the folder's lock until the run ends.
+    void lock_run_folder() {
+        const Tensor taken = Tensor::full({1}, 0.0, DType::float64);
+        if (communicator_.is_root()) {
+            std::error_code error;
+            fs::create_directories(checkpoints(), error);
+            FENWICK_CHECK(!error, "{}: the folder cannot be made ({})", checkpoints(), error.message());
+            if (!lock_.acquire(config_.run_dir + "/.lock")) *taken.as<double>() = 1;
+        }
+        communicator_.broadcast(taken, 0);
+        FENWICK_CHECK(taken.item() == 0, "{}: another run is training in this folder; wait for its end, or give another run_dir",
+                      config_.run_dir);
+    }
+
+    // What a killed run was writing.
+    void remove_temporaries() const {
+        std::error_code ignored;
+        for (const char* name : {"config.yaml.tmp", "metrics.jsonl.tmp"}) fs::remove(fs::path(config_.run_dir) / name, ignored);
+        for (const auto& entry : fs::directory_iterator(checkpoints(), ignored))
+            if (const auto name = entry.path().filename().string(); name.starts_with("step_") && name.ends_with(".h5.tmp"))
+                fs::remove(entry.path(), ignored);
     }
 
     // Rank 0 looks for the newest complete checkpoint and tells the others. "" if there is none.
@@ -211,7 +239,7 @@ private:
             const std::string path = checkpoint_path(checkpoints(), step_);
             save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state(), .config = to_yaml(config_),
                                    .tokenizer = tokenizer_}, *optimizer_);
-            remove_old_checkpoints(checkpoints(), config_.train.keep_checkpoints);
+            rotate_checkpoints(checkpoints(), step_, config_.train.keep_checkpoints);
             observer_.on_checkpoint(step_, path);
         }
         communicator_.barrier();
@@ -222,7 +250,8 @@ private:
     }
 
     // Forward and backward over this rank's rows of the global batch, reduction, one update.
-    StepReport update(bool& stop) {
+    // `signal`: one that any rank got, or 0.
+    StepReport update(int& signal) {
         const auto& train = config_.train;
         const std::int64_t share = train.batch_size / communicator_.size(), first = communicator_.rank() * share;
         const std::int64_t valid = loader_.valid_targets();  // of all ranks and accumulation steps: the mean is over these
@@ -248,10 +277,10 @@ private:
         // The only place of a step where the host waits for a GPU.
         losses.push_back(optimizer_->gradient_squares());
         const std::vector<double> values = read_together(losses);
-        std::vector<double> sums{0.0, static_cast<double>(stop_requested)};
+        std::vector<double> sums{0.0, stop_requested == SIGINT ? 1.0 : 0.0, stop_requested == SIGTERM ? 1.0 : 0.0};
         for (std::size_t i = 0; i + 1 < values.size(); ++i) sums[0] += values[i];
         reduce(communicator_, sums);
-        stop = sums[1] > 0;
+        signal = sums[1] > 0 ? SIGINT : sums[2] > 0 ? SIGTERM : 0;
 
         StepReport report{.step = step_, .total_steps = train.steps, .tokens = tokens_ + valid, .loss = sums[0]};
         report.learning_rate = learning_rate(config_.schedule, config_.optimizer.learning_rate, step_, train.steps);
@@ -297,6 +326,7 @@ private:
     Communicator& communicator_;
     Observer& observer_;
     Device device_;
+    FileLock lock_;
     data::Loader loader_;
     std::optional<data::Loader> validation_;
     TokenizerInfo tokenizer_;

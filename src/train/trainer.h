@@ -26,7 +26,9 @@ struct StartReport {
 
 struct EndReport {
     std::int64_t step = 0;
-    bool interrupted = false;    // by SIGINT or SIGTERM
+    std::int64_t total_steps = 0;
+    int signal = 0;              // SIGINT or SIGTERM, if one ended the run before its last step
+    bool nothing_left = false;   // the run had got as far before; nothing was trained or written
     std::string checkpoint;      // the last one
     double time_s = 0;
     MemoryStats memory;          // with the peaks
@@ -41,7 +43,7 @@ public:
     virtual void on_step(const StepReport&) {}                          // after every step, before its checkpoint
     virtual void on_validation(std::int64_t /*rows_done*/, std::int64_t /*rows*/) {}
     virtual void on_checkpoint(std::int64_t /*step*/, const std::string& /*path*/) {}
-    virtual void on_end(const EndReport&) {}
+    virtual void on_end(const EndReport&) {}                            // alone, where nothing is left to train
 };
 
 enum class Resume : std::uint8_t {
@@ -55,7 +57,8 @@ Device device_for(const TrainConfig& train, int local_rank);
 
 // Trains as configured. Writes run_dir/config.yaml, metrics.jsonl, checkpoints/step_N.h5 (rank 0 alone). A run that was
 // killed anywhere and resumed gives the bytes of an uninterrupted one, times aside.
-// SIGINT and SIGTERM end it after the current step with a checkpoint (EndReport::interrupted); a second one kills.
+// SIGINT and SIGTERM end it after the current step with a checkpoint (EndReport::signal); a second one kills. While it trains, rank 0 holds
+// a lock on run_dir/.lock; a second run in the folder is refused.
 EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer);
 
 }  // namespace fenwick::train

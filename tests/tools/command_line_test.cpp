@@ -176,6 +176,69 @@ TEST_F(CommandLine, BadInputGivesOneLineAndExitCode2) {
     expect_refused("train " + config + " --resume auto --set model.hidden_size=64", "hidden_size");
 }
 
+// Every output may be a bare name in the folder where one stands, as the examples of --help have it.
+TEST_F(CommandLine, OutputsMayBeBareNames) {
+    const std::string there = "cd " + path("") + " && ";
+    const auto in_folder = [&](const std::string& arguments) {
+        const int status = std::system((there + FENWICK_PROGRAM + " --quiet " + arguments + " > out.log 2>&1").c_str());
+        EXPECT_EQ(WEXITSTATUS(status), 0) << arguments << "\n" << read(path("out.log"));
+    };
+    in_folder("tokenize text.txt -o bare_tokens.h5");
+    in_folder("train config.yaml --set train.steps=1 --run-dir bare_run --set data.train=bare_tokens.h5");
+    in_folder("export bare_run bare_exported");
+    in_folder("import bare_exported --tokenizer bare_run --output bare_imported.h5");
+    in_folder("verify bare_imported.h5");
+    in_folder("eval perplexity bare_imported.h5 valid.h5 --json bare.json");
+    EXPECT_THAT(read(path("bare.json")), HasSubstr("bits_per_byte"));
+}
+
+TEST_F(CommandLine, RunDirIsAPathAsItStands) {
+    for (const std::string name : {"a #1", "b: c", "*d", "[e]", "null", "12"}) {
+        const auto trained = fenwick("--quiet train " + path("config.yaml") + " --set train.steps=1 --run-dir '" + path(name) + "'");
+        EXPECT_EQ(trained.exit_code, 0) << trained.output;
+        EXPECT_FALSE(read(path(name + "/config.yaml")).empty()) << name;
+    }
+    expect_refused("train " + path("config.yaml") + " --run-dir ''", "--run-dir is empty");
+    expect_refused("train " + path("config.yaml") + " --set run_dir=", "run_dir is empty");
+}
+
+TEST_F(CommandLine, NothingLeftToTrainIsSaid) {
+    const std::string before = read(path("run/config.yaml"));
+    const auto again = fenwick("train " + path("config.yaml") + " --set train.steps=1 --resume auto --log-level error");
+    EXPECT_EQ(again.exit_code, 0);
+    EXPECT_EQ(again.lines(), 1u) << again.output;
+    EXPECT_THAT(again.output, HasSubstr("nothing is left to train: the run is at step 20 of 1"));
+    EXPECT_EQ(read(path("run/config.yaml")), before);
+}
+
+// Exit code 128 + the signal after a clean checkpoint; a finished run gives 0.
+TEST_F(CommandLine, AStoppedRunSaysSoByItsExitCode) {
+    for (const auto& [signal, code] : {std::pair{"INT", 130}, std::pair{"TERM", 143}}) {
+        const std::string run = path(std::string("stopped_") + signal);
+        const std::string script =
+            std::string(FENWICK_PROGRAM) + " --quiet train " + path("config.yaml") + " --set train.steps=1000000 --run-dir " + run +
+            " & child=$!; while ! grep -qs step " + run + "/metrics.jsonl; do kill -0 $child || exit 1; sleep 0.01; done; kill -" + signal +
+            " $child; wait $child";
+        // A shell without job control lets its background processes ignore SIGINT; with it (-m) it does not.
+        write_text(path("stop.sh"), "set -m\n" + script + "\n");
+        const int status = std::system(("bash " + path("stop.sh") + " > " + path("stop.log") + " 2>&1").c_str());
+        EXPECT_EQ(WEXITSTATUS(status), code) << read(path("stop.log"));
+        EXPECT_EQ(fenwick("verify " + run).exit_code, 0);
+    }
+}
+
+TEST_F(CommandLine, HugeNumbersAreRefused) {
+    const std::string config = path("config.yaml");
+    for (const std::string command : {"train ", "info "})
+        for (const std::string given :
+             {"--set data.sequence_length=9223372036854775807",
+              "--set train.batch_size=4294967296 --set data.sequence_length=4294967296 --set train.steps=0 --set train.tokens=1000",
+              "--set train.batch_size=9223372036854775807 --set train.steps=0 --set train.tokens=1000",
+              "--set train.batch_size=1000000000", "--set train.num_threads=5000",
+              "--set schedule.type=wsd --set schedule.decay_steps=9223372036854775807"})
+            expect_refused(command + config + " " + given, "");
+}
+
 TEST_F(CommandLine, InvalidUtf8IsTextForTheByteTokenizer) {
     write_text(path("binary.txt"), std::string("\xff\xfe\x00\x80 broken \xc3", 13));
     EXPECT_EQ(fenwick("tokenize " + path("binary.txt") + " -o " + path("binary.h5")).exit_code, 0);

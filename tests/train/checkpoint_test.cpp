@@ -175,8 +175,25 @@ TEST_F(Checkpoint, NewestCompleteOneAndRotation) {
     EXPECT_EQ(latest_complete(folder.string()), checkpoint_path(folder.string(), 100));
     fs::resize_file(checkpoint_path(folder.string(), 100), 3000);
     EXPECT_EQ(latest_complete(folder.string()), checkpoint_path(folder.string(), 10));
-    remove_old_checkpoints(folder.string(), 2);
-    EXPECT_EQ(checkpoint_steps(folder.string()), (std::vector<std::int64_t>{10, 100}));
+    // The run was resumed from 10 and wrote 12: the damaged one of a later step goes, and counts for nothing.
+    save_checkpoint(checkpoint_path(folder.string(), 12), header, optimizer(1));
+    rotate_checkpoints(folder.string(), 12, 2);
+    EXPECT_EQ(checkpoint_steps(folder.string()), (std::vector<std::int64_t>{10, 12}));
+    for (const std::int64_t keep : {std::int64_t{5}, std::int64_t{1} << 40, std::int64_t{1}}) {
+        rotate_checkpoints(folder.string(), 12, keep);
+        EXPECT_EQ(checkpoint_steps(folder.string()), (keep > 1 ? std::vector<std::int64_t>{10, 12} : std::vector<std::int64_t>{12}));
+    }
+}
+
+TEST_F(Checkpoint, APathMayBeABareNameOrNameFoldersThatAreNotThere) {
+    const fs::path before = fs::current_path();
+    fs::current_path(folder);
+    for (const std::string name : {"bare.h5", "./dot.h5", "new/folder/in.h5"}) {
+        save_checkpoint(name, header, optimizer(1));
+        verify_checkpoint(name);
+    }
+    fs::current_path(before);
+    EXPECT_TRUE(fs::exists(folder / "bare.h5"));
 }
 
 TEST_F(Checkpoint, FullDiskLeavesTheOneBefore) {

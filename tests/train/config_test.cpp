@@ -94,14 +94,14 @@ TEST(Config, UnknownKeysNameTheNearest) {
 }
 
 TEST(Config, WrongTypesAndRanges) {
-    EXPECT_EQ(error_of(with("steps: 100", "steps: ten")), "a.yaml:12: train.steps is 'ten'; a whole number of at least 0 is needed");
-    EXPECT_EQ(error_of(with("steps: 100", "steps: 1.5")), "a.yaml:12: train.steps is '1.5'; a whole number of at least 0 is needed");
-    EXPECT_EQ(error_of(with("steps: 100", "steps: [1, 2]")), "a.yaml:12: train.steps is a list; a whole number of at least 0 is needed");
-    EXPECT_EQ(error_of(with("steps: 100", "steps:")), "a.yaml:12: train.steps is empty; a whole number of at least 0 is needed");
+    EXPECT_EQ(error_of(with("steps: 100", "steps: ten")), "a.yaml:12: train.steps is 'ten'; a whole number from 0 to 1000000000000 is needed");
+    EXPECT_EQ(error_of(with("steps: 100", "steps: 1.5")), "a.yaml:12: train.steps is '1.5'; a whole number from 0 to 1000000000000 is needed");
+    EXPECT_EQ(error_of(with("steps: 100", "steps: [1, 2]")), "a.yaml:12: train.steps is a list; a whole number from 0 to 1000000000000 is needed");
+    EXPECT_EQ(error_of(with("steps: 100", "steps:")), "a.yaml:12: train.steps is empty; a whole number from 0 to 1000000000000 is needed");
     EXPECT_EQ(error_of(with("steps: 100", "steps: 99999999999999999999")),
-              "a.yaml:12: train.steps is '99999999999999999999'; a whole number of at least 0 is needed");
+              "a.yaml:12: train.steps is '99999999999999999999'; a whole number from 0 to 1000000000000 is needed");
     EXPECT_EQ(error_of(with("hidden_size: 64", "hidden_size: 0")),
-              "a.yaml:4: model.hidden_size is '0'; a whole number of at least 1 is needed");
+              "a.yaml:4: model.hidden_size is '0'; a whole number from 1 to 16777216 is needed");
     EXPECT_EQ(error_of(with("type: log_linear_mamba2", "type: mamba")),
               "a.yaml:3: model.type is 'mamba'; one of transformer, mamba2, log_linear_mamba2, gated_deltanet, "
               "log_linear_gated_deltanet is needed");
@@ -113,7 +113,66 @@ TEST(Config, WrongTypesAndRanges) {
               "a.yaml:5: model.tie_embeddings is 'yes'; true or false is needed");
 }
 
+// The largest numbers there are, in every key that takes one, alone and together, end in a message or a configuration.
+TEST(Config, HugeNumbers) {
+    const std::vector<std::string> keys{
+        "model.vocab_size", "model.hidden_size", "model.num_layers", "model.intermediate_size", "model.num_heads", "model.head_dim",
+        "model.num_kv_heads", "model.state_size", "model.n_groups", "model.conv_width", "model.num_levels", "model.chunk_size",
+        "data.sequence_length", "schedule.warmup_steps", "schedule.decay_steps", "train.steps", "train.tokens", "train.batch_size",
+        "train.micro_batch", "train.validate_every", "train.validate_tokens", "train.checkpoint_every", "train.keep_checkpoints",
+        "train.log_every", "train.num_threads"};
+    for (const auto& key : keys)
+        for (const std::string huge : {"9223372036854775807", "9223372036854775808", "4611686018427387904"})
+            EXPECT_THAT(error_of(minimal, {key + "=" + huge}),
+                        testing::AllOf(StartsWith("--set " + key + "=" + huge + ": " + key + " is '" + huge + "'; a whole number from "),
+                                       HasSubstr(" to ")));
+    // Within their own bounds, but not together.
+    for (const std::int64_t a : {std::int64_t{1} << 31, std::int64_t{1} << 24, (std::int64_t{1} << 31) - 1})
+        EXPECT_EQ(error_of(minimal, {fmt::format("train.batch_size={}", a), "data.sequence_length=4294967", "train.steps=0",
+                                     "train.tokens=1000"}),
+                  fmt::format("a.yaml: train.batch_size {} times data.sequence_length 4294967 is more than 2147483648 tokens a step; "
+                              "lower one of them (train.batch_size to at most 500)", a));
+    EXPECT_EQ(error_of(minimal, {"train.batch_size=4294967296", "data.sequence_length=4294967296", "train.steps=0", "train.tokens=1000"}),
+              "--set train.batch_size=4294967296: train.batch_size is '4294967296'; a whole number from 1 to 2147483648 is needed");
+    EXPECT_EQ(parse_config(minimal, "a.yaml", {"train.batch_size=2147483648", "data.sequence_length=1", "train.steps=0",
+                                               "train.tokens=1000000000000000"}).train.steps, 465662);
+    EXPECT_THAT(error_of(minimal, {"schedule.type=wsd", "schedule.decay_steps=1000000000000", "schedule.warmup_steps=1000000000000"}),
+                HasSubstr("do not fit into train.steps 100"));
+    EXPECT_EQ(error_of(minimal, {"train.batch_size=2147483647", "data.sequence_length=1", "train.micro_batch=2147483646"}),
+              "a.yaml: train.batch_size 2147483647 is not a multiple of train.micro_batch 2147483646; set train.micro_batch to 1, or "
+              "train.batch_size to 4294967292");
+    EXPECT_EQ(error_of(minimal, {"train.batch_size=2", "train.micro_batch=4"}),
+              "a.yaml: train.batch_size 2 is not a multiple of train.micro_batch 4; set train.micro_batch to 2, or train.batch_size to 4");
+}
+
+TEST(Config, EmptyTextsAndNames) {
+    for (const std::string empty : {"", "''", "null", "~"}) {
+        EXPECT_EQ(error_of(with("run_dir: runs/a", "run_dir: " + empty)), "a.yaml:1: run_dir is empty; text is needed");
+        EXPECT_EQ(error_of(minimal, {"run_dir=" + empty}), "--set run_dir=" + empty + ": run_dir is empty; text is needed");
+        EXPECT_THAT(error_of(with("train: a.h5", "train: " + empty)), StartsWith("a.yaml:9: data.train is empty; a file name"));
+        EXPECT_EQ(parse_config(minimal, "a.yaml", {"data.valid=" + empty}).data.valid, "");
+    }
+    EXPECT_EQ(error_of(with("train: a.h5", "train: [a.h5, '']")),
+              "a.yaml:9: data.train holds an empty name; a file name or a list of file names is needed");
+    EXPECT_EQ(error_of(std::string(minimal) + "'': 3\n"), "a.yaml:13: a key is empty; a name is needed");
+    EXPECT_EQ(error_of(std::string(minimal) + "  '': 3\n"), "a.yaml:13: a key is empty; a name is needed");
+    EXPECT_THAT(error_of(minimal, {"train.=3"}), StartsWith("--set train.=3: unknown key 'train.'; the keys of 'train' are steps"));
+    EXPECT_THAT(error_of(minimal, {".run_dir=x"}), StartsWith("--set .run_dir=x: the section before '.' is empty"));
+}
+
+// Any text comes back as it was.
+TEST(Config, YamlTextReadsBack) {
+    for (const std::string text : {"a", "null", "NULL", "true", "12", "~", "a #b", "a: b", "*a", "&a", "- a", "[a]", "{a}", "a\"b\\c", "%a",
+                                   "a\tb", "a\nb", "a\r\nb", " a ", "'", "!a", "@a", "`a", "---", "caf\xc3\xa9"})
+        EXPECT_EQ(parse_config(minimal, "a.yaml", {"run_dir=" + yaml_text(text)}).run_dir, text);
+}
+
 TEST(Config, BadStructure) {
+    EXPECT_EQ(error_of(std::string(minimal) + "---\nmodel: {num_layers: 3}\n"),
+              "a.yaml:14: a second document begins after '---'; a config is one document");
+    EXPECT_THAT(error_of(std::string(minimal) + "---\n"), HasSubstr("a second document begins after '---'"));
+    EXPECT_THAT(error_of(minimal, {"run_dir=a\n---\nb"}), HasSubstr("a second document begins after '---'"));
+    EXPECT_EQ(parse_config("---\n" + std::string(minimal) + "...\n", "a.yaml").train.steps, 100);
     EXPECT_EQ(error_of(with("num_layers: 2", "hidden_size: 2")), "a.yaml:5: 'model.hidden_size' stands twice; keep one");
     EXPECT_EQ(error_of(std::string(minimal) + "model:\n  vocab_size: 3\n"), "a.yaml:13: 'model' stands twice; keep one");
     EXPECT_EQ(error_of("- a\n- b\n"), "a.yaml:1: a list stands at the top level; sections such as 'model:' are needed");
@@ -145,7 +204,7 @@ TEST(Config, OverridesAreCheckedAsTheFileIs) {
 
 TEST(Config, Contradictions) {
     EXPECT_EQ(error_of(minimal, {"train.batch_size=10", "train.micro_batch=4"}),
-              "a.yaml: train.batch_size 10 is not a multiple of train.micro_batch 4; 12 would be");
+              "a.yaml: train.batch_size 10 is not a multiple of train.micro_batch 4; set train.micro_batch to 2, or train.batch_size to 12");
     EXPECT_EQ(error_of(minimal, {"schedule.warmup_steps=101"}),
               "a.yaml: schedule.warmup_steps 101 do not fit into train.steps 100; lower them, or raise train.steps to 101");
     EXPECT_EQ(error_of(minimal, {"schedule.type=wsd", "schedule.warmup_steps=60", "schedule.decay_steps=60"}),

@@ -140,7 +140,7 @@ TEST_F(TrainerTest, LearnsAndWritesTheRunFolder) {
     const RunConfig wanted = config("a", {"train.steps=40"});
     const EndReport end = run(wanted, recorder);
     EXPECT_EQ(end.step, 40);
-    EXPECT_FALSE(end.interrupted);
+    EXPECT_EQ(end.signal, 0);
     ASSERT_EQ(recorder.steps.size(), 40u);
     EXPECT_NEAR(recorder.steps.front().loss, std::log(257), 0.3);
     EXPECT_LT(recorder.steps.back().loss, 3.5);
@@ -192,6 +192,8 @@ TEST_F(TrainerTest, ResumeIsExactWhereverTheRunIsKilled) {
         }
         // Half a line and half a checkpoint, as a crash may leave them.
         { std::ofstream(killed.run_dir + "/metrics.jsonl", std::ios::app) << "{\"step\":19,\"tok"; }
+        const std::vector<std::string> left_over{"config.yaml.tmp", "metrics.jsonl.tmp", "checkpoints/step_20.h5.tmp"};
+        for (const auto& name : left_over) std::ofstream(killed.run_dir + "/" + name) << "half";
         fs::copy_file(checkpoint_path(killed.run_dir + "/checkpoints", 16), killed.run_dir + "/checkpoints/step_17.h5");
         fs::resize_file(killed.run_dir + "/checkpoints/step_17.h5", 5000);
         Recorder recorder;
@@ -199,7 +201,46 @@ TEST_F(TrainerTest, ResumeIsExactWhereverTheRunIsKilled) {
         EXPECT_EQ(recorder.resumed_from, checkpoint_path(killed.run_dir + "/checkpoints", 16));
         EXPECT_EQ(metrics(killed), expected);
         EXPECT_EQ(tensors(killed), tensors(straight));
+        for (const auto& name : left_over) EXPECT_FALSE(fs::exists(killed.run_dir + "/" + name)) << name;
     }
+}
+
+// Whatever is damaged, however few checkpoints are kept, and wherever the next run ends, the folder holds a good one.
+TEST_F(TrainerTest, RotationNeverLeavesDamagedCheckpointsAlone) {
+    for (const std::int64_t keep : {1, 2, 3})
+        for (const std::int64_t steps : {9, 12, 14}) {
+            run(config("a", {"train.steps=16", "train.keep_checkpoints=3"}));  // 8, 12, 16
+            const std::string checkpoints = (folder / "a/checkpoints").string();
+            for (const std::int64_t step : {12, 16}) fs::resize_file(checkpoint_path(checkpoints, step), 5000);
+            Recorder recorder;
+            run(config("a", {fmt::format("train.steps={}", steps), fmt::format("train.keep_checkpoints={}", keep)}), recorder,
+                Resume::automatic);
+            EXPECT_EQ(recorder.resumed_from, checkpoint_path(checkpoints, 8));
+            EXPECT_EQ(latest_complete(checkpoints), checkpoint_path(checkpoints, steps));
+            const auto left = checkpoint_steps(checkpoints);
+            EXPECT_EQ(left.back(), steps);
+            EXPECT_LE(static_cast<std::int64_t>(left.size()), keep);
+            for (const auto step : left) EXPECT_NO_THROW(verify_checkpoint(checkpoint_path(checkpoints, step)));
+            fs::remove_all(folder / "a");
+        }
+}
+
+TEST_F(TrainerTest, ASecondRunInTheFolderIsRefused) {
+    struct Second : Observer {
+        RunConfig other;
+        std::vector<std::string> errors;
+        void on_step(const StepReport&) override {
+            for (const Resume resume : {Resume::no, Resume::automatic}) errors.push_back(error_of([&] { run(other, resume); }));
+        }
+    } second;
+    second.other = config("a", {"train.steps=3", "train.seed=9"});
+    run(config("a", {"train.steps=3"}), second);
+    ASSERT_EQ(second.errors.size(), 6u);
+    for (const auto& error : second.errors)
+        EXPECT_EQ(error, (folder / "a").string() +
+                             ": another run is training in this folder; wait for its end, or give another run_dir");
+    EXPECT_EQ(load_config((folder / "a/config.yaml").string()).train.seed, 5);
+    EXPECT_EQ(run(config("a", {"train.steps=4"}), Resume::automatic).step, 4);  // free again
 }
 
 TEST_F(TrainerTest, EveryModelLearnsResumesExactlyAndMayRecompute) {
@@ -233,11 +274,11 @@ TEST_F(TrainerTest, ASignalEndsTheRunWithACheckpoint) {
     Recorder recorder;
     recorder.signal_after = 5;
     const EndReport end = run(stopped, recorder);
-    EXPECT_TRUE(end.interrupted);
+    EXPECT_EQ(end.signal, SIGTERM);
     EXPECT_EQ(end.step, 6);  // the step after the signal is finished
     EXPECT_EQ(end.checkpoint, checkpoint_path(stopped.run_dir + "/checkpoints", 6));
     EXPECT_EQ(latest_complete(stopped.run_dir + "/checkpoints"), end.checkpoint);
-    EXPECT_FALSE(run(stopped, Resume::automatic).interrupted);
+    EXPECT_EQ(run(stopped, Resume::automatic).signal, 0);
     EXPECT_EQ(metrics(stopped), metrics(straight));
     EXPECT_EQ(tensors(stopped), tensors(straight));
 }
@@ -248,8 +289,17 @@ TEST_F(TrainerTest, AFinishedRunIsLeftAlone) {
     const std::string lines = read_file(wanted.run_dir + "/metrics.jsonl");
     EXPECT_EQ(error_of([&] { run(wanted); }),
               wanted.run_dir + " already holds a run; continue it with --resume auto, or give another run_dir");
-    EXPECT_EQ(run(wanted, Resume::automatic).step, 4);
-    EXPECT_EQ(read_file(wanted.run_dir + "/metrics.jsonl"), lines);
+    const std::string resolved = read_file(wanted.run_dir + "/config.yaml");
+    for (const std::string steps : {"train.steps=4", "train.steps=3", "train.steps=1"}) {
+        Recorder recorder;
+        const EndReport end = run(config("a", {steps, "schedule.warmup_steps=0"}), recorder, Resume::automatic);
+        EXPECT_TRUE(end.nothing_left);
+        EXPECT_EQ(end.step, 4);
+        EXPECT_TRUE(recorder.steps.empty() && recorder.checkpoints.empty());
+        EXPECT_EQ(read_file(wanted.run_dir + "/metrics.jsonl"), lines);
+        EXPECT_EQ(read_file(wanted.run_dir + "/config.yaml"), resolved);
+        EXPECT_EQ(checkpoint_steps(wanted.run_dir + "/checkpoints"), std::vector<std::int64_t>{4});
+    }
     // Longer: it goes on from there.
     EXPECT_EQ(run(config("a", {"train.steps=6"}), Resume::automatic).step, 6);
     EXPECT_THAT(read_file(wanted.run_dir + "/metrics.jsonl"), StartsWith(lines));
