@@ -105,14 +105,22 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
                 overrides.push_back("run_dir=" + train::yaml_text(*given.run_dir));  // a path as it stands, not YAML
             }
             if (global.threads > 0) overrides.push_back("train.num_threads=" + std::to_string(global.threads));
-            const train::RunConfig config = train::load_config(given.config, overrides);
             train::EndReport end;
+            bool failed = false;
             {
                 const auto communicator = train::make_communicator();
                 ProgressObserver observer(global.quiet);
-                end = train::train(config, given.resume == "auto" ? train::Resume::automatic : train::Resume::no, *communicator,
-                                   observer);
+                try {
+                    train::RunConfig config;
+                    train::together(*communicator, [&] { config = train::load_config(given.config, overrides); });
+                    end = train::train(std::move(config), given.resume == "auto" ? train::Resume::automatic : train::Resume::no,
+                                       *communicator, observer);
+                } catch (const train::SharedError& error) {
+                    if (error.speaks) std::fprintf(stderr, "fenwick: %s\n", error.what());
+                    failed = true;
+                }
             }
+            if (failed) throw Exit{2};  // every process ended in order, so that none is killed before it has spoken
             if (end.signal != 0) throw Exit{128 + end.signal};  // as a shell says it, so that scripts see that it is not finished
         });
     command->footer("Example:\n  fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100\n"

@@ -155,6 +155,24 @@ std::unique_ptr<Communicator> over_nccl_if_wanted(std::unique_ptr<Communicator> 
 
 }  // namespace
 
+void together(Communicator& communicator, const std::function<void()>& body) {
+    if (communicator.size() == 1) return body();
+    bool failed = false;
+    std::string message = "another process failed";
+    try {
+        body();
+    } catch (const Error& error) {
+        failed = true;
+        message = error.what();
+    }
+    const Tensor failures = Tensor::full({2}, 0.0, DType::float64);  // of all processes, of rank 0
+    failures.as<double>()[0] = failed ? 1 : 0;
+    failures.as<double>()[1] = failed && communicator.is_root() ? 1 : 0;
+    communicator.all_reduce_sum(failures);
+    if (failures.as<double>()[0] == 0) return;
+    throw SharedError(message, failed && (communicator.is_root() || failures.as<double>()[1] == 0));
+}
+
 std::unique_ptr<Communicator> single_process() { return std::make_unique<SingleProcess>(); }
 
 std::unique_ptr<Communicator> make_communicator() {

@@ -1,9 +1,11 @@
 // What several processes of one training run say to each other.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "autograd/tensor.h"
+#include "base/error.h"
 
 namespace fenwick::train {
 
@@ -23,6 +25,16 @@ public:
 
     bool is_root() const { return rank() == 0; }
 };
+
+// What `together` throws on every process when one of several failed. No process waits for another then.
+struct SharedError : Error {
+    SharedError(const std::string& message, bool tells) : Error(message), speaks(tells) {}
+    bool speaks;  // the others fail for the same reason, or because of this process, and need not say so again
+};
+
+// Runs `body`, which makes no collective calls, on every process; if it throws Error on any of them, SharedError is thrown
+// on all. Rank 0 speaks if it failed, else each that did. A single process throws what `body` throws.
+void together(Communicator& communicator, const std::function<void()>& body);
 
 std::unique_ptr<Communicator> single_process();
 

@@ -172,10 +172,12 @@ private:
         lock_run_folder();
         const bool holds_run = fs::exists(config_.run_dir + "/config.yaml") || fs::exists(config_.run_dir + "/metrics.jsonl") ||
                                !checkpoint_steps(checkpoints()).empty();
-        FENWICK_CHECK(resume == Resume::automatic || !holds_run,
-                      "{} already holds a run; continue it with --resume auto, or give another run_dir", config_.run_dir);
+        together(communicator_, [&] {
+            FENWICK_CHECK(resume == Resume::automatic || !holds_run,
+                          "{} already holds a run; continue it with --resume auto, or give another run_dir", config_.run_dir);
+        });
         const std::string newest = holds_run ? agree_on_checkpoint() : "";
-        if (!newest.empty()) restore(newest);
+        if (!newest.empty()) together(communicator_, [&] { restore(newest); });
         communicator_.barrier();  // everyone has read before rank 0 writes
         if (communicator_.is_root() && step_ < config_.train.steps) {
             remove_temporaries();
@@ -187,16 +189,14 @@ private:
 
     // Two runs in one folder would overwrite each other's files: rank 0 holds the folder's lock until the run ends.
     void lock_run_folder() {
-        const Tensor taken = Tensor::full({1}, 0.0, DType::float64);
-        if (communicator_.is_root()) {
+        together(communicator_, [&] {
+            if (!communicator_.is_root()) return;
             std::error_code error;
             fs::create_directories(checkpoints(), error);
             FENWICK_CHECK(!error, "{}: the folder cannot be made ({})", checkpoints(), error.message());
-            if (!lock_.acquire(config_.run_dir + "/.lock")) *taken.as<double>() = 1;
-        }
-        communicator_.broadcast(taken, 0);
-        FENWICK_CHECK(taken.item() == 0, "{}: another run is training in this folder; wait for its end, or give another run_dir",
-                      config_.run_dir);
+            FENWICK_CHECK(lock_.acquire(config_.run_dir + "/.lock"),
+                          "{}: another run is training in this folder; wait for its end, or give another run_dir", config_.run_dir);
+        });
     }
 
     // What a killed run was writing.
@@ -352,9 +352,13 @@ Device device_for(const TrainConfig& train, int local_rank) {
 }
 
 EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer) {
-    resolve_for_processes(config, communicator.size());
-    if (config.train.num_threads > 0) set_num_threads(static_cast<int>(config.train.num_threads));
-    return Trainer(std::move(config), communicator, observer).run(resume);
+    std::optional<Trainer> trainer;
+    together(communicator, [&] {
+        resolve_for_processes(config, communicator.size());
+        if (config.train.num_threads > 0) set_num_threads(static_cast<int>(config.train.num_threads));
+        trainer.emplace(std::move(config), communicator, observer);
+    });
+    return trainer->run(resume);
 }
 
 }  // namespace fenwick::train

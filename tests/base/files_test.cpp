@@ -23,6 +23,19 @@ TEST(Files, WritesReadsAndReplaces) {
     EXPECT_EQ(folder.count(), 1u);
 }
 
+TEST(Files, ALockHasOneHolder) {
+    test::TemporaryFolder folder;
+    FileLock second;
+    {
+        FileLock first;
+        EXPECT_TRUE(first.acquire(folder / ".lock"));
+        EXPECT_FALSE(second.acquire(folder / ".lock"));
+        EXPECT_TRUE(second.acquire(folder / "other"));
+    }
+    EXPECT_TRUE(second.acquire(folder / ".lock"));
+    EXPECT_EQ(error_of([&] { second.acquire(folder / "no/.lock"); }), folder / "no/.lock" + std::string(": cannot be opened: no such file"));
+}
+
 TEST(Files, SaysWhatIsWrong) {
     test::TemporaryFolder folder;
     EXPECT_EQ(error_of([&] { read_file(folder / "a"); }), folder / "a" + std::string(": no such file"));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "support/random_tensor.h"
@@ -67,6 +68,38 @@ TEST(Mpi, Broadcasts) {
         EXPECT_EQ(values.to_vector<double>(), std::vector<double>(5, root));
     }
     world.barrier();
+}
+
+// A failure of all, of rank 0 alone, or of the last rank alone reaches every process, and is told once for each cause.
+TEST(Mpi, AFailureIsSharedAndToldOnce) {
+    SKIP_UNLESS_MPI;
+    Communicator& world = mpi_world();
+    const int last = world.size() - 1;
+    EXPECT_NO_THROW(together(world, [] {}));
+    for (const int failing : {-1, 0, last}) {  // -1: all
+        const bool mine = failing < 0 || failing == world.rank();
+        try {
+            together(world, [&] {
+                if (mine) fail("broken");
+            });
+            ADD_FAILURE() << "nothing was thrown";
+        } catch (const SharedError& error) {
+            EXPECT_EQ(error.speaks, world.rank() == std::max(failing, 0)) << failing;
+            EXPECT_STREQ(error.what(), mine ? "broken" : "another process failed");
+        }
+    }
+}
+
+TEST(Communicator, ASingleProcessKeepsItsError) {
+    const auto alone = single_process();
+    try {
+        together(*alone, [] { fail("broken"); });
+        FAIL();
+    } catch (const SharedError&) {
+        FAIL();
+    } catch (const Error& error) {
+        EXPECT_STREQ(error.what(), "broken");
+    }
 }
 
 TEST(Mpi, RefusesTensorsItCannotSum) {
