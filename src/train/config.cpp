@@ -109,8 +109,10 @@ Key below(double high, Key key) {
     return key;
 }
 
-// The largest of each kind. Sums and products of two of them stay within 64 bits.
-constexpr double max_size = 1 << 24;                             // width, or number of heads, layers, token ids
+// The largest of each kind. The bytes of all parameters and their moments, and sums and products of two of the others, stay
+// within 64 bits.
+constexpr double max_count = 4096;  // heads, layers, width of one head
+constexpr double max_width = 1 << 20, max_vocabulary = 1 << 24;
 constexpr std::int64_t max_batch_tokens = std::int64_t{1} << 31;  // one step's
 constexpr double max_steps = 1e12, max_tokens = 1e15;
 
@@ -132,23 +134,23 @@ const std::vector<Section>& table() {
                        {"gated_deltanet", ModelType::gated_deltanet},
                        {"log_linear_gated_deltanet", ModelType::log_linear_gated_deltanet}},
                    "architecture"),
-            between(0, max_size, key("vocab_size", FIELD(model.vocab_size), "number of token ids; 0: that of the token file")),
-            required(between(1, max_size, key("hidden_size", FIELD(model.hidden_size), "width of the residual stream"))),
-            required(between(1, max_size, key("num_layers", FIELD(model.num_layers), "number of blocks (mixer and MLP)"))),
-            between(0, max_size, key("intermediate_size", FIELD(model.intermediate_size),
+            between(0, max_vocabulary, key("vocab_size", FIELD(model.vocab_size), "number of token ids; 0: that of the token file")),
+            required(between(1, max_width, key("hidden_size", FIELD(model.hidden_size), "width of the residual stream"))),
+            required(between(1, max_count, key("num_layers", FIELD(model.num_layers), "number of blocks (mixer and MLP)"))),
+            between(0, max_width, key("intermediate_size", FIELD(model.intermediate_size),
                             "width of the MLP; 0: 256 * ceil(8/3 * hidden_size / 256)")),
             above(0, key("norm_eps", FIELD(model.norm_eps), "added to the mean square in norms")),
             key("tie_embeddings", FIELD(model.tie_embeddings), "output head shares the embedding's weights"),
             above(0, key("initializer_range", FIELD(model.initializer_range),
                             "standard deviation of initial weights of projections and embedding")),
-            required(between(1, max_size, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
-            between(0, max_size, key("head_dim", FIELD(model.head_dim),
+            required(between(1, max_count, key("num_heads", FIELD(model.num_heads), "heads of the mixer"))),
+            between(0, max_count, key("head_dim", FIELD(model.head_dim),
                             "width of a head: of values (Mamba-2), of keys (Gated DeltaNet), of both (Transformer, where 0 "
                             "is hidden_size / num_heads; the others need a value of at least 1)")),
-            between(0, max_size, key("num_kv_heads", FIELD(model.num_kv_heads), "Transformer: key/value heads; 0: num_heads")),
+            between(0, max_count, key("num_kv_heads", FIELD(model.num_kv_heads), "Transformer: key/value heads; 0: num_heads")),
             above(0, key("rope_theta", FIELD(model.rope_theta), "Transformer: base of the rotary angles")),
-            between(1, max_size, key("state_size", FIELD(model.state_size), "Mamba-2: width of B and C (keys and queries)")),
-            between(1, max_size, key("n_groups", FIELD(model.n_groups), "Mamba-2: groups of heads that share B and C")),
+            between(1, max_count, key("state_size", FIELD(model.state_size), "Mamba-2: width of B and C (keys and queries)")),
+            between(1, max_count, key("n_groups", FIELD(model.n_groups), "Mamba-2: groups of heads that share B and C")),
             above(0, key("expand_v", FIELD(model.expand_v), "Gated DeltaNet: value width of a head over its key width")),
             between(1, 16, key("conv_width", FIELD(model.conv_width), "Mamba-2, Gated DeltaNet: taps of the short convolution")),
             between(0, 62, key("num_levels", FIELD(model.num_levels),

@@ -101,7 +101,7 @@ TEST(Config, WrongTypesAndRanges) {
     EXPECT_EQ(error_of(with("steps: 100", "steps: 99999999999999999999")),
               "a.yaml:12: train.steps is '99999999999999999999'; a whole number from 0 to 1000000000000 is needed");
     EXPECT_EQ(error_of(with("hidden_size: 64", "hidden_size: 0")),
-              "a.yaml:4: model.hidden_size is '0'; a whole number from 1 to 16777216 is needed");
+              "a.yaml:4: model.hidden_size is '0'; a whole number from 1 to 1048576 is needed");
     EXPECT_EQ(error_of(with("type: log_linear_mamba2", "type: mamba")),
               "a.yaml:3: model.type is 'mamba'; one of transformer, mamba2, log_linear_mamba2, gated_deltanet, "
               "log_linear_gated_deltanet is needed");
