@@ -3,6 +3,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <fmt/format.h>
 
 #include <memory>
 #include <string>
@@ -31,12 +32,29 @@ void add_bench(CLI::App& app, const GlobalOptions& global);
 void add_info(CLI::App& app, const GlobalOptions& global);
 void add_verify(CLI::App& app, const GlobalOptions& global);
 
+// What stands below a command's help.
+inline std::string footer_text(const std::string& example) {
+    return "Options of every command: --quiet, --threads N, --log-level LEVEL (fenwick --help)\n\nExample:\n  " + example;
+}
+
+// A finite number in [low, high]; unlike CLI::Range it refuses nan.
+inline CLI::Validator number_from_to(double low, double high) {
+    const std::string range = fmt::format("{} to {}", low, high);
+    return CLI::Validator(
+        [=](std::string& text) {
+            double value = 0;
+            const bool number = CLI::detail::lexical_cast(text, value);
+            return number && value >= low && value <= high ? std::string() : fmt::format("'{}' is no number from {}", text, range);
+        },
+        "FROM " + range);
+}
+
 // A subcommand whose options live as long as the program: run(options) is its callback.
 template <class Options, class Run>
 CLI::App* add_command(CLI::App& app, const char* name, const char* description, const char* example,
                       const std::shared_ptr<Options>& options, Run run) {
     CLI::App* command = app.add_subcommand(name, description);
-    command->footer(std::string("Example:\n  ") + example);
+    command->footer(footer_text(example));
     command->callback([options, run] { run(*options); });
     return command;
 }

@@ -83,7 +83,7 @@ struct MeasureOptions {
             ->check(CLI::IsMember({"float32", "bfloat16"}));
         command->add_option("--repetitions", repetitions, "Calls to time (default: as many as fit into --seconds)")
             ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20));
-        command->add_option("--seconds", budget, "Time for each figure, about")->check(CLI::Range(1e-3, 1e4))->capture_default_str();
+        command->add_option("--seconds", budget, "Time for each figure, about")->check(number_from_to(1e-3, 1e4))->capture_default_str();
         command->add_option("--json", json, "Also write the results to this file");
     }
     DType type(Device where) const {
@@ -181,11 +181,18 @@ ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, 
     return rows;
 }
 
+// Limits under which no product of an operator's sizes leaves 64 bits: a size that is too large is refused, or memory is.
+std::int64_t largest_size(const std::string& name) {
+    if (name == "tokens" || name == "length") return std::int64_t{1} << 28;
+    if (name == "parameters") return std::int64_t{1} << 36;
+    return name == "vocab" ? 1 << 24 : name == "levels" ? 48 : 1 << 16;
+}
+
 void add_operators(CLI::App& bench) {
     for (const OperatorCase& op : operator_cases()) {
         auto options = std::make_shared<OperatorCommand>();
         options->sizes = op.sizes;
-        CLI::App* command = add_command(bench, op.name.c_str(), "Time this operator",
+        CLI::App* command = add_command(bench, op.name.c_str(), op.description.c_str(),
                                         ("fenwick bench " + op.name + " --tokens 65536 --length 16384").c_str(), options,
                                         [&op](const OperatorCommand& given) {
                                             print_operator_header();
@@ -198,7 +205,7 @@ void add_operators(CLI::App& bench) {
                                                    : name == "length" ? "Tokens of a sequence"
                                                    : may_be_zero      ? "Level scales a head; 0: as many as the length needs"
                                                                       : "Size")
-                ->check(CLI::Range(std::int64_t{may_be_zero ? 0 : 1}, std::int64_t{1} << 40))
+                ->check(CLI::Range(std::int64_t{may_be_zero ? 0 : 1}, largest_size(name)))
                 ->capture_default_str();
         }
         options->measure.add_to(command);
@@ -211,8 +218,11 @@ void add_operators(CLI::App& bench) {
     CLI::App* command = add_command(
         bench, "operators", "Time every operator at the paper's sizes", "fenwick bench operators --length 4096 --json ops.json",
         options, [](const All& given) {
+            FENWICK_CHECK(given.tokens % given.length == 0, "--tokens {} is not a multiple of --length {}", given.tokens,
+                          given.length);
             print_operator_header();
             ordered_json rows = ordered_json::array();
+            std::vector<std::string> failed;
             for (const OperatorCase& op : operator_cases()) {
                 OperatorSizes sizes = op.sizes;
                 sizes["tokens"] = given.tokens;
@@ -221,12 +231,19 @@ void add_operators(CLI::App& bench) {
                     for (auto& row : bench_operator(op, sizes, given.measure)) rows.push_back(std::move(row));
                 } catch (const Error& error) {  // an operator that the device lacks
                     print(fmt::format("{:<28}{}", op.name, error.what()));
+                    failed.push_back(op.name);
                 }
             }
             write_json(given.measure.json, rows);
+            FENWICK_CHECK(failed.empty(), "{} of {} operators could not be timed: {}", failed.size(), operator_cases().size(),
+                          fmt::join(failed, ", "));
         });
-    command->add_option("--tokens", options->tokens, "Tokens in all")->capture_default_str();
-    command->add_option("--length", options->length, "Tokens of a sequence")->capture_default_str();
+    command->add_option("--tokens", options->tokens, "Tokens in all")
+        ->check(CLI::Range(std::int64_t{1}, largest_size("tokens")))
+        ->capture_default_str();
+    command->add_option("--length", options->length, "Tokens of a sequence")
+        ->check(CLI::Range(std::int64_t{1}, largest_size("length")))
+        ->capture_default_str();
     options->measure.add_to(command);
 }
 
@@ -240,6 +257,7 @@ struct StepCommand {
 };
 
 void run_step(const StepCommand& command) {
+    if (!command.json.empty()) check_output(command.json, {command.config});
     train::RunConfig config = train::load_config(command.config, command.overrides);
     if (config.model.vocab_size == 0 && std::filesystem::exists(config.data.train.front()))
         config.model.vocab_size = data::TokenFile(config.data.train.front()).info().vocab_size;
@@ -386,8 +404,8 @@ void run_peak(const MeasureOptions& options) {
 void add_bench(CLI::App& app, const GlobalOptions&) {
     CLI::App* bench = app.add_subcommand("bench", "Time operators, training steps, the device");
     bench->require_subcommand(1);
-    bench->footer("Example:\n  fenwick bench operators\n  fenwick bench log_linear_ssd --tokens 65536\n"
-                  "  fenwick bench step configs/paper/log_linear_mamba2.yaml --set train.batch_size=4");
+    bench->footer(footer_text("fenwick bench operators\n  fenwick bench log_linear_ssd --tokens 65536\n"
+                  "  fenwick bench step configs/paper/log_linear_mamba2.yaml --set train.batch_size=4"));
     add_step(*bench);
     auto options = std::make_shared<MeasureOptions>();
     CLI::App* peak = add_command(*bench, "peak", "What the device reaches in copies and matrix products", "fenwick bench peak",

@@ -21,6 +21,7 @@ struct PerplexityCommand {
 
 void run_perplexity(const PerplexityCommand& command, bool quiet) {
     const data::TokenFile file(command.tokens);
+    if (!command.json.empty()) check_output(command.json, {command.tokens, command.model, train::find_checkpoint(command.model)});
     const train::LoadedModel loaded = train::load_model(command.model, device_chosen(command.device));
     FENWICK_CHECK(file.info().tokenizer_identity == loaded.tokenizer.identity,
                   "{} was made with another tokenizer ({}) than the model was trained with ({}); tokenize the text with the "
@@ -58,7 +59,7 @@ void run_perplexity(const PerplexityCommand& command, bool quiet) {
 void add_eval(CLI::App& app, const GlobalOptions& global) {
     CLI::App* eval = app.add_subcommand("eval", "Measure a trained model");
     eval->require_subcommand(1);
-    eval->footer("Example:\n  fenwick eval perplexity runs/log_linear_mamba2 test.h5");
+    eval->footer(footer_text("fenwick eval perplexity runs/log_linear_mamba2 test.h5"));
 
     auto options = std::make_shared<PerplexityCommand>();
     options->options.batch = 0;

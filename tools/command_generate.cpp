@@ -44,9 +44,10 @@ void run_generate(GenerateCommand command) {
     // A text begins behind the mark that ended the one before.
     std::vector<std::int32_t> ids = {tokenizer->end_of_document()};
     tokenizer->encode(prompt, ids);
+    command.options.vocabulary = tokenizer->vocab_size();
     if (!command.ignore_end) command.options.end_of_text = tokenizer->end_of_document();
 
-    std::fputs(prompt.c_str(), stdout);
+    std::fwrite(prompt.data(), 1, prompt.size(), stdout);
     std::vector<std::int32_t> pending;  // ids whose text is not shown yet
     const auto show = [&](bool all) {
         const std::string text = tokenizer->decode(pending.data(), static_cast<std::int64_t>(pending.size()));
@@ -71,7 +72,7 @@ void run_generate(GenerateCommand command) {
             lines.push_back({state.position(), state.bytes(), clock.seconds()});
             while (next_line <= state.position()) next_line *= 2;
         }
-        return true;
+        return std::ferror(stdout) == 0;  // a full disk: main says so
     });
     show(true);
     std::fputc('\n', stdout);
@@ -98,13 +99,13 @@ void add_generate(CLI::App& app, const GlobalOptions&) {
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
         ->capture_default_str();
     command->add_option("--temperature", options->options.sampling.temperature, "0: always the likeliest token")
-        ->check(CLI::Range(0.0, 1e6))
+        ->check(number_from_to(0, 1e6))
         ->capture_default_str();
     command->add_option("--top-k", options->options.sampling.top_k, "Only the k likeliest tokens; 0: all")
         ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
         ->capture_default_str();
     command->add_option("--top-p", options->options.sampling.top_p, "The fewest likeliest tokens whose probabilities reach p")
-        ->check(CLI::Range(1e-9, 1.0))
+        ->check(number_from_to(1e-9, 1))
         ->capture_default_str();
     command->add_option("--seed", options->options.sampling.seed, "Of the draws")->capture_default_str();
     add_device_option(command, options->device);

@@ -24,6 +24,8 @@ void run_export(ExportCommand command, bool quiet) {
     static const std::map<std::string, model::safetensors::Type> types = {{"float32", model::safetensors::Type::float32},
                                                                           {"bfloat16", model::safetensors::Type::bfloat16},
                                                                           {"float16", model::safetensors::Type::float16}};
+    for (const char* name : {"", "config.json", "model.safetensors", "tokenizer.model"})
+        check_output((std::filesystem::path(command.folder) / name).string(), {command.model, train::find_checkpoint(command.model)});
     const train::LoadedModel loaded = train::load_model(command.model);
     command.options.dtype = types.at(command.dtype);
     command.options.max_shard_bytes = static_cast<std::int64_t>(command.shard_gb * 1e9);
@@ -36,6 +38,9 @@ void run_export(ExportCommand command, bool quiet) {
         std::printf("%s: %s, %lld parameters in %s\n", command.folder.c_str(),
                     std::string(model::name_of(loaded.model.config().type)).c_str(),
                     static_cast<long long>(loaded.model.parameter_count()), command.dtype.c_str());
+    if (!quiet && loaded.tokenizer.kind == "bytes" && loaded.model.config().vocab_size != tokenizer->vocab_size())
+        std::printf("its tokenizer is bytes, in a vocabulary of %lld: import it with --tokenizer bytes\n",
+                    static_cast<long long>(loaded.model.config().vocab_size));
 }
 
 struct ImportCommand {
@@ -45,13 +50,24 @@ struct ImportCommand {
 
 void run_import(const ImportCommand& command, bool quiet) {
     namespace fs = std::filesystem;
+    FENWICK_CHECK(fs::exists(command.folder), "{}: no such folder", command.folder);
+    FENWICK_CHECK(fs::is_directory(command.folder), "{} is a file; a folder with config.json and model.safetensors is needed",
+                  command.folder);
+    const fs::path into = fs::path(command.output).parent_path();
+    FENWICK_CHECK(into.empty() || fs::is_directory(into), "{}: cannot be written: its folder does not exist", command.output);
+    std::vector<std::string> inputs = {command.tokenizer};
+    for (const auto& entry : fs::directory_iterator(command.folder)) inputs.push_back(entry.path().string());
+    check_output(command.output, inputs);
     std::string source = command.tokenizer;
-    if (source.empty()) {
+    if (source.empty() && fs::exists(fs::path(command.folder) / "tokenizer.model"))
         source = (fs::path(command.folder) / "tokenizer.model").string();
-        FENWICK_CHECK(fs::exists(source), "{} has no tokenizer.model; name the model's tokenizer with --tokenizer", command.folder);
+    const model::LanguageModel imported = model::import_hf(command.folder, cpu_device, DType::float32);
+    if (source.empty()) {
+        FENWICK_CHECK(imported.config().vocab_size == data::open_tokenizer("bytes")->vocab_size(),
+                      "{} has no tokenizer.model; name the model's tokenizer with --tokenizer", command.folder);
+        source = "bytes";
     }
     const auto tokenizer = open_tokenizer_of(source);
-    const model::LanguageModel imported = model::import_hf(command.folder, cpu_device, DType::float32);
     FENWICK_CHECK(tokenizer->vocab_size() <= imported.config().vocab_size,
                   "tokenizer {} has {} ids, the model in {} only {}; name the tokenizer that it was trained with", source,
                   tokenizer->vocab_size(), command.folder, imported.config().vocab_size);
@@ -84,7 +100,7 @@ void add_export(CLI::App& app, const GlobalOptions& global) {
         ->check(CLI::IsMember({"float32", "bfloat16", "float16"}))
         ->capture_default_str();
     command->add_flag("--llama-names", options->options.llama_names, "A Transformer under the names of transformers' Llama");
-    command->add_option("--shard-gb", options->shard_gb, "Largest file, in GB")->check(CLI::Range(1e-6, 1e6))->capture_default_str();
+    command->add_option("--shard-gb", options->shard_gb, "Largest file, in GB")->check(number_from_to(1e-6, 1e6))->capture_default_str();
 }
 
 void add_import(CLI::App& app, const GlobalOptions& global) {
@@ -95,7 +111,8 @@ void add_import(CLI::App& app, const GlobalOptions& global) {
     command->add_option("folder", options->folder, "Folder with config.json and model.safetensors (or shards)")->required();
     command->add_option("--output,-o", options->output, "Checkpoint to write (.h5)")->required();
     command->add_option("--tokenizer", options->tokenizer,
-                        "bytes, a SentencePiece .model, or a file that holds the tokenizer (default: the folder's tokenizer.model)");
+                        "bytes, a SentencePiece .model, or a file that holds the tokenizer (default: the folder's "
+                        "tokenizer.model; without one bytes, if the model has 257 ids)");
     command->add_option("--sequence-length", options->sequence_length, "Default context of evaluation")
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
         ->capture_default_str();

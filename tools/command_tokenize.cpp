@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/files.h"
 #include "data/tokenize.h"
 #include "tools/command.h"
 #include "tools/file_kind.h"
@@ -20,6 +21,7 @@ struct TokenizeCommand {
 void run_tokenize(TokenizeCommand command, bool quiet) {
     command.options.documents = data::document_unit_from(command.documents);
     const auto tokenizer = open_tokenizer_of(command.tokenizer);
+    check_output(command.options.output, {command.tokenizer});
     Progress progress(quiet);
     command.options.progress = [&](std::int64_t done, std::int64_t total) {
         const double seconds = progress.seconds(), share = static_cast<double>(done) / static_cast<double>(std::max<std::int64_t>(total, 1));
@@ -65,32 +67,37 @@ void add_tokenize(CLI::App& app, const GlobalOptions& global) {
 void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
     CLI::App* tokenizer = app.add_subcommand("tokenizer", "Make tokenizers");
     tokenizer->require_subcommand(1);
-    tokenizer->footer("Example:\n  fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model");
+    tokenizer->footer(footer_text("fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model"));
 
     auto options = std::make_shared<TokenizerTrainCommand>();
     CLI::App* command = add_command(*tokenizer, "train", "Train a SentencePiece model on text files",
                                     "fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model", options,
                                     [&global](const TokenizerTrainCommand& given) {
+                                        for (const std::string& file : given.files) (void)size_of_file(file);
+                                        check_output(given.output, given.files);
                                         Progress progress(global.quiet);
                                         progress.show("training the tokenizer", true);
-                                        data::train_sentencepiece(given.files, given.options, given.output);
+                                        const std::int64_t wanted = given.options.vocab_size;
+                                        const std::int64_t pieces =
+                                            data::train_sentencepiece(given.files, given.options, given.output);
                                         progress.clear();
-                                        if (!global.quiet)
-                                            std::printf("%s: %lld pieces, trained in %s\n", given.output.c_str(),
-                                                        static_cast<long long>(given.options.vocab_size),
-                                                        duration_text(progress.seconds()).c_str());
+                                        if (global.quiet) return;
+                                        std::printf("%s: %lld pieces%s, trained in %s\n", given.output.c_str(),
+                                                    static_cast<long long>(pieces),
+                                                    pieces < wanted ? fmt::format(" of {}: the text has no more", wanted).c_str() : "",
+                                                    duration_text(progress.seconds()).c_str());
                                     });
     command->add_option("files", options->files, "Text files")->required();
     command->add_option("--output,-o", options->output, "The .model file to write")->required();
-    command->add_option("--vocab-size", options->options.vocab_size, "Pieces in all")
-        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
+    command->add_option("--vocab-size", options->options.vocab_size, "Pieces in all; a text without so many gives fewer")
+        ->check(CLI::Range(std::int64_t{300}, std::int64_t{1} << 20))
         ->capture_default_str();
     command->add_option("--type", options->options.model_type, "bpe or unigram")
         ->check(CLI::IsMember({"bpe", "unigram"}))
         ->capture_default_str();
     command->add_option("--character-coverage", options->options.character_coverage,
                         "Share of the text's characters that get pieces of their own")
-        ->check(CLI::Range(0.0, 1.0))
+        ->check(number_from_to(0.98, 1))
         ->capture_default_str();
 }
 

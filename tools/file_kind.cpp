@@ -12,6 +12,8 @@ namespace fenwick::tools {
 namespace fs = std::filesystem;
 
 FileKind kind_of_file(const std::string& path) {
+    std::error_code ignored;
+    FENWICK_CHECK(fs::exists(path, ignored), "{}: no such file", path);
     if (fs::is_directory(path)) return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
     const std::string extension = fs::path(path).extension().string();
     if (extension == ".yaml" || extension == ".yml") return FileKind::config;
@@ -27,6 +29,9 @@ FileKind kind_of_file(const std::string& path) {
 }
 
 std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source) {
+    // A name without a file is the tokenizer's to understand ("bytes") or to refuse.
+    std::error_code ignored;
+    if (!fs::exists(source, ignored)) return data::open_tokenizer(source);
     switch (kind_of_file(source)) {
         case FileKind::token_file: return data::TokenFile(source).tokenizer();
         case FileKind::checkpoint:

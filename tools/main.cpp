@@ -1,5 +1,9 @@
 // fenwick: the command line.
+#include <fmt/format.h>
+
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <new>
 
@@ -20,6 +24,30 @@ constexpr int exit_defect = 1, exit_bad_input = 2;
 int report(const char* message, int code) {
     std::fprintf(stderr, "fenwick: %s\n", message);
     return code;
+}
+
+// The words of a line that belong to no command, said with what could stand there; "" if there are none.
+std::string unknown_command(const CLI::App& app) {
+    const std::vector<std::string> words = app.remaining(true);
+    if (words.empty()) return "";
+    const CLI::App* last = &app;  // the innermost command of the line
+    while (!last->get_subcommands().empty()) last = last->get_subcommands().back();
+    const auto commands = last->get_subcommands([](const CLI::App*) { return true; });
+    if (commands.empty()) return "";
+    if (last == &app) return fmt::format("unknown command '{}'; fenwick --help lists the commands", words.front());
+    std::vector<std::string> names;
+    for (const CLI::App* command : commands) names.push_back(command->get_name());
+    return fmt::format("{}: unknown {} '{}'; there are {}", last->get_name(), last->get_name() == "bench" ? "operator" : "command",
+                       words.front(), fmt::join(names, ", "));
+}
+
+// What a command wrote and could not: a full disk shows when the buffer is flushed.
+int finish(int code) {
+    errno = 0;
+    const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
+    if (!lost || code != 0) return code;
+    return report(fmt::format("standard output cannot be written{}{}", errno != 0 ? ": " : "", errno != 0 ? std::strerror(errno) : "").c_str(),
+                  exit_bad_input);
 }
 
 }  // namespace
@@ -59,14 +87,12 @@ int main(int argc, char** argv) {
     try {
         app.parse(argc, argv);
     } catch (const CLI::Success& request) {  // --help, --version
-        return app.exit(request);
+        return finish(app.exit(request));
     } catch (const fenwick::tools::Exit& exit) {
         return exit.code;
     } catch (const CLI::ParseError& error) {
         // CLI11 misses the subcommand before it sees that a word is none.
-        if (app.get_subcommands().empty() && app.remaining_size() > 0)
-            return report(("unknown command '" + app.remaining().front() + "'; fenwick --help lists the commands").c_str(),
-                          exit_bad_input);
+        if (const std::string unknown = unknown_command(app); !unknown.empty()) return report(unknown.c_str(), exit_bad_input);
         return report(error.what(), exit_bad_input);
     } catch (const fenwick::Error& error) {
         return report(error.what(), exit_bad_input);
@@ -75,5 +101,5 @@ int main(int argc, char** argv) {
     } catch (const std::exception& error) {
         return report((std::string("internal error: ") + error.what()).c_str(), exit_defect);
     }
-    return 0;
+    return finish(0);
 }

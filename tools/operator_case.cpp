@@ -171,39 +171,46 @@ const std::vector<OperatorCase>& operator_cases() {
         };
     };
     static const std::vector<OperatorCase> cases = {
-        {"ssd", with({{"heads", 48}, {"groups", 1}, {"key_width", 128}, {"value_width", 64}, {"chunk_size", 64}}),
+        {"ssd", "Linear attention with scalar decay (Mamba-2), in chunks",
+         with({{"heads", 48}, {"groups", 1}, {"key_width", 128}, {"value_width", 64}, {"chunk_size", 64}}),
          [](const OperatorSizes& s, DType t, Device d, std::uint64_t seed) { return ssd(Inputs(s, t, d, seed), s, false); }},
-        {"log_linear_ssd",
+        {"log_linear_ssd", "The same with a state a level (log-linear Mamba-2)",
          with({{"heads", 48}, {"groups", 1}, {"key_width", 128}, {"value_width", 64}, {"chunk_size", 64}, {"levels", 0}}),
          [](const OperatorSizes& s, DType t, Device d, std::uint64_t seed) { return ssd(Inputs(s, t, d, seed), s, true); }},
-        {"gated_delta_rule", with({{"heads", 6}, {"key_width", 192}, {"value_width", 384}, {"chunk_size", 64}}),
+        {"gated_delta_rule", "Gated delta rule (Gated DeltaNet), in chunks",
+         with({{"heads", 6}, {"key_width", 192}, {"value_width", 384}, {"chunk_size", 64}}),
          [](const OperatorSizes& s, DType t, Device d, std::uint64_t seed) {
              return gated_delta_rule(Inputs(s, t, d, seed), s, false);
          }},
-        {"log_linear_gated_delta_rule",
+        {"log_linear_gated_delta_rule", "The same with a state a level (log-linear Gated DeltaNet)",
          with({{"heads", 6}, {"key_width", 192}, {"value_width", 384}, {"chunk_size", 64}, {"levels", 0}}),
          [](const OperatorSizes& s, DType t, Device d, std::uint64_t seed) {
              return gated_delta_rule(Inputs(s, t, d, seed), s, true);
          }},
-        {"softmax_attention", with({{"heads", 16}, {"groups", 16}, {"width", 96}}),
+        {"softmax_attention", "Causal softmax attention, grouped queries",
+         with({{"heads", 16}, {"groups", 16}, {"width", 96}}),
          [](const OperatorSizes& s, DType t, Device d, std::uint64_t seed) { return attention(Inputs(s, t, d, seed), s); }},
-        {"rope", with({{"heads", 16}, {"width", 96}}), simple([](Inputs& in) {
+        {"rope", "Rotary position embedding",
+         with({{"heads", 16}, {"width", 96}}), simple([](Inputs& in) {
              const std::int64_t H = in.size("heads");
              const Variable x = in.activations(H * in.size("width"));
              return OperatorCall{in.all(), [=, layout = in.layout] { return std::vector{ops::rope(x, H, 500000.0, layout)}; }};
          })},
-        {"causal_conv1d", with({{"channels", 3328}, {"conv_width", 4}}), simple([](Inputs& in) {
+        {"causal_conv1d", "Depthwise convolution over time, with SiLU",
+         with({{"channels", 3328}, {"conv_width", 4}}), simple([](Inputs& in) {
              const std::int64_t channels = in.size("channels");
              const Variable x = in.activations(channels), weight = in.weights({channels, in.size("conv_width")}, 0.3);
              const Variable bias = in.weights({channels});
              return OperatorCall{in.all(),
                                  [=, layout = in.layout] { return std::vector{ops::causal_conv1d(x, weight, bias, layout)}; }};
          })},
-        {"rms_norm", with({{"width", hidden}}), simple([](Inputs& in) {
+        {"rms_norm", "RMS norm of rows",
+         with({{"width", hidden}}), simple([](Inputs& in) {
              const Variable x = in.activations(in.size("width")), weight = in.weights({in.size("width")}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] { return std::vector{ops::rms_norm(x, weight, 1e-5)}; }};
          })},
-        {"add_rms_norm", with({{"width", hidden}}), simple([](Inputs& in) {
+        {"add_rms_norm", "Sum with the residual, then RMS norm",
+         with({{"width", hidden}}), simple([](Inputs& in) {
              const std::int64_t width = in.size("width");
              const Variable x = in.activations(width), residual = in.activations(width), weight = in.weights({width}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] {
@@ -211,21 +218,25 @@ const std::vector<OperatorCase>& operator_cases() {
                  return std::vector{normed, sum};
              }};
          })},
-        {"gated_rms_norm", with({{"width", 3072}, {"groups", 1}}), simple([](Inputs& in) {
+        {"gated_rms_norm", "RMS norm of rows gated by SiLU of others",
+         with({{"width", 3072}, {"groups", 1}}), simple([](Inputs& in) {
              const std::int64_t width = in.size("width"), groups = in.size("groups");
              const Variable x = in.activations(width), z = in.activations(width), weight = in.weights({width}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] { return std::vector{ops::gated_rms_norm(x, z, weight, 1e-5, groups)}; }};
          })},
-        {"l2norm", with({{"heads", 6}, {"width", 192}}), simple([](Inputs& in) {
+        {"l2norm", "Rows of each head to unit length",
+         with({{"heads", 6}, {"width", 192}}), simple([](Inputs& in) {
              const std::int64_t heads = in.size("heads");
              const Variable x = in.activations(heads * in.size("width"));
              return OperatorCall{in.all(), [=] { return std::vector{ops::l2norm(x, heads)}; }};
          })},
-        {"swiglu", with({{"width", 4096}}), simple([](Inputs& in) {
+        {"swiglu", "SiLU of the gate times the other half",
+         with({{"width", 4096}}), simple([](Inputs& in) {
              const Variable gate = in.activations(in.size("width")), up = in.activations(in.size("width"));
              return OperatorCall{in.all(), [=] { return std::vector{ops::swiglu(gate, up)}; }};
          })},
-        {"decay_gate", with({{"heads", 48}}), simple([](Inputs& in) {
+        {"decay_gate", "Step sizes and log decays of the heads",
+         with({{"heads", 48}}), simple([](Inputs& in) {
              const std::int64_t heads = in.size("heads");
              const Variable raw = in.activations(heads), bias = in.weights({heads}), a_log = in.weights({heads});
              return OperatorCall{in.all(), [=] {
@@ -233,33 +244,39 @@ const std::vector<OperatorCase>& operator_cases() {
                  return std::vector{gate.step, gate.g};
              }};
          })},
-        {"level_scales", with({{"heads", 48}, {"levels", 0}}), simple([](Inputs& in) {
+        {"level_scales", "Level scales (lambda) from their projection",
+         with({{"heads", 48}, {"levels", 0}}), simple([](Inputs& in) {
              const std::int64_t heads = in.size("heads"), levels = levels_of(in);
              const Variable raw = in.activations(heads * levels), weight = in.weights({heads, levels}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] { return std::vector{ops::level_scales(raw, weight)}; }};
          })},
-        {"scale_heads", with({{"heads", 48}, {"width", 64}}), simple([](Inputs& in) {
+        {"scale_heads", "Each head times its scale",
+         with({{"heads", 48}, {"width", 64}}), simple([](Inputs& in) {
              const std::int64_t heads = in.size("heads");
              const Variable x = in.activations(heads * in.size("width")), scale = in.gates(heads, 0.1, 1.0);
              return OperatorCall{in.all(), [=] { return std::vector{ops::scale_heads(x, scale)}; }};
          })},
-        {"head_skip", with({{"heads", 48}, {"width", 64}}), simple([](Inputs& in) {
+        {"head_skip", "Skip connection of each head",
+         with({{"heads", 48}, {"width", 64}}), simple([](Inputs& in) {
              const std::int64_t heads = in.size("heads"), columns = heads * in.size("width");
              const Variable o = in.activations(columns), x = in.activations(columns), skip = in.weights({heads}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] { return std::vector{ops::head_skip(o, x, skip)}; }};
          })},
-        {"embedding", with({{"vocab", 32000}, {"width", hidden}}), simple([](Inputs& in) {
+        {"embedding", "Rows of the embedding table",
+         with({{"vocab", 32000}, {"width", hidden}}), simple([](Inputs& in) {
              const Variable table = in.weights({in.size("vocab"), in.size("width")});
              const Tensor ids = in.ids(in.size("vocab"));
              return OperatorCall{in.all(), [=, dtype = in.dtype] { return std::vector{ops::embedding(ids, table, dtype)}; }};
          })},
-        {"linear", with({{"in", hidden}, {"out", 4096}}), simple([](Inputs& in) {
+        {"linear", "Matrix product of a projection",
+         with({{"in", hidden}, {"out", 4096}}), simple([](Inputs& in) {
              const std::int64_t from = in.size("in"), to = in.size("out");
              const Variable x = in.activations(from), weight = in.weights({to, from});
              return OperatorCall{in.all(), [=] { return std::vector{ops::linear(x, weight)}; },
                                  2.0 * static_cast<double>(in.size("tokens") * from) * static_cast<double>(to)};
          })},
-        {"linear_cross_entropy", with({{"width", hidden}, {"vocab", 32000}}), simple([](Inputs& in) {
+        {"linear_cross_entropy", "Output projection and loss, logits never whole",
+         with({{"width", hidden}, {"vocab", 32000}}), simple([](Inputs& in) {
              const std::int64_t width = in.size("width"), vocab = in.size("vocab"), count = in.size("tokens");
              const Variable x = in.activations(width), weight = in.weights({vocab, width});
              const Tensor targets = in.ids(vocab);
@@ -270,7 +287,8 @@ const std::vector<OperatorCase>& operator_cases() {
                                  },
                                  2.0 * static_cast<double>(count * width) * static_cast<double>(vocab)};
          })},
-        {"adamw", with({{"parameters", std::int64_t{1} << 26}}), simple([](Inputs& in) { return adamw(std::move(in)); })},
+        {"adamw", "Optimizer update of float32 weights",
+         with({{"parameters", std::int64_t{1} << 26}}), simple([](Inputs& in) { return adamw(std::move(in)); })},
     };
     return cases;
 }

@@ -22,7 +22,7 @@ struct OperatorCall {
 };
 
 struct OperatorCase {
-    std::string name;
+    std::string name, description;
     OperatorSizes sizes;  // defaults: those of the paper's models at 16,384 tokens
     std::function<OperatorCall(const OperatorSizes& sizes, DType dtype, Device device, std::uint64_t seed)> make;
 };

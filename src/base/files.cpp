@@ -93,6 +93,27 @@ std::string read_file(const std::string& path) {
     }
 }
 
+std::int64_t size_of_file(const std::string& path) {
+    std::error_code error;
+    const auto status = std::filesystem::status(path, error);
+    FENWICK_CHECK(status.type() != std::filesystem::file_type::not_found, "{}: no such file", path);
+    FENWICK_CHECK(!error, "{}: {}", path, error.message());
+    FENWICK_CHECK(!std::filesystem::is_directory(status), "{} is a folder; a file is needed", path);
+    FENWICK_CHECK(std::filesystem::is_regular_file(status), "{} is a device, pipe or socket; a file is needed", path);
+    const auto bytes = std::filesystem::file_size(path, error);
+    FENWICK_CHECK(!error, "{}: {}", path, error.message());
+    return static_cast<std::int64_t>(bytes);
+}
+
+void check_output(const std::string& output, const std::vector<std::string>& inputs) {
+    for (const std::string& input : inputs) {
+        std::error_code ignored;
+        FENWICK_CHECK(!std::filesystem::equivalent(input, output, ignored) &&
+                          !std::filesystem::equivalent(input, output + ".tmp", ignored),
+                      "{}: the output would replace an input, {}; name another file", output, input);
+    }
+}
+
 void write_file_atomically(const std::string& path, std::string_view bytes) {
     const std::string temporary = path + ".tmp";
     Descriptor descriptor(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));

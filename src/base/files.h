@@ -1,8 +1,10 @@
 // Files on disk, written so that a crash or a full disk never leaves half a file under its final name.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace fenwick {
 
@@ -27,6 +29,13 @@ std::string read_file(const std::string& path);  // throws Error "PATH: no such 
 // Writes to "<path>.tmp", syncs, renames over `path`, syncs the folder. On failure removes the temporary file and
 // throws Error with the system's reason ("No space left on device"); what stood at `path` before stays.
 void write_file_atomically(const std::string& path, std::string_view bytes);
+
+// Bytes of a regular file. Throws Error for what is missing, a folder, or a device, pipe or socket, which may never end.
+std::int64_t size_of_file(const std::string& path);
+
+// Throws Error where writing `output` (or the temporary file "<output>.tmp") would replace one of the inputs, under
+// whatever name, links included. Inputs that are not there are passed over.
+void check_output(const std::string& output, const std::vector<std::string>& inputs);
 
 // The second half of the above for a file already written at `temporary` (an HDF5 checkpoint).
 void publish_file(const std::string& temporary, const std::string& path);

@@ -35,17 +35,18 @@ int default_thread_count() {
 class ThreadPool {
 public:
     explicit ThreadPool(int count) {
-        for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
+        try {
+            for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
+        } catch (const std::exception& error) {
+            // The destructor does not run: the started ones must be gone before what they wait on is.
+            const int started = size();
+            stop();
+            fail("{} threads are asked for, {} could be started ({}); lower --threads or FENWICK_NUM_THREADS", count, started,
+                 error.what());
+        }
     }
 
-    ~ThreadPool() {
-        {
-            std::lock_guard lock(mutex_);
-            stop_ = true;
-        }
-        wake_.notify_all();
-        for (auto& worker : workers_) worker.join();
-    }
+    ~ThreadPool() { stop(); }
 
     int size() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -71,6 +72,15 @@ public:
     }
 
 private:
+    void stop() {
+        {
+            std::lock_guard lock(mutex_);
+            stop_ = true;
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
+
     void work() {
         std::uint64_t seen = 0;
         while (true) {

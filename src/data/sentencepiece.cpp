@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/files.h"
+#include "base/log.h"
 #include "base/parallel.h"
 #include "data/utf8.h"
 
@@ -268,13 +269,25 @@ private:
     bool done_ = false;
 };
 
+// The library's reasons speak of its source and its own options: they are said in our words.
+[[noreturn]] void refuse_training(const std::string& reason, const std::vector<std::string>& files,
+                                  const SentencePieceOptions& options) {
+    spdlog::debug("SentencePiece: {}", reason);
+    const std::string text = files.size() == 1 ? files[0] : fmt::format("{} and {} more", files[0], files.size() - 1);
+    FENWICK_CHECK(reason.find("required_chars") == std::string::npos,
+                  "{} has too many different characters for {} pieces; raise --vocab-size or lower --character-coverage", text,
+                  options.vocab_size);
+    fail("{} has too little text in UTF-8 to train a tokenizer on; give more, or use the tokenizer \"bytes\", which needs no "
+         "training", text);
+}
+
 }  // namespace
 
 std::unique_ptr<Tokenizer> make_sentencepiece(const std::string& definition, const std::string& name) {
     return std::make_unique<SentencePieceTokenizer>(definition, name);
 }
 
-void train_sentencepiece(const std::vector<std::string>& files, const SentencePieceOptions& options,
+std::int64_t train_sentencepiece(const std::vector<std::string>& files, const SentencePieceOptions& options,
                          const std::string& output_path) {
     FENWICK_CHECK(options.model_type == "bpe" || options.model_type == "unigram",
                   "tokenizer model type '{}' is unknown; use bpe or unigram", options.model_type);
@@ -282,10 +295,12 @@ void train_sentencepiece(const std::vector<std::string>& files, const SentencePi
                   "tokenizer vocabulary of {} is asked for; 300 to 1048576 can be trained (256 are bytes)", options.vocab_size);
     std::int64_t bytes = 0;
     for (const std::string& file : files) {
-        std::ifstream stream(file, std::ios::binary | std::ios::ate);
-        FENWICK_CHECK(stream.is_open() && stream.tellg() >= 0, "{}: cannot be opened", file);
-        bytes += static_cast<std::int64_t>(stream.tellg());
+        bytes += size_of_file(file);
+        FENWICK_CHECK(std::ifstream(file).is_open(), "{}: cannot be opened", file);
     }
+    check_output(output_path, files);
+    FENWICK_CHECK(options.character_coverage >= 0.98 && options.character_coverage <= 1,
+                  "tokenizer character coverage is {}; it must be from 0.98 to 1", options.character_coverage);
     FENWICK_CHECK(bytes > 0, "no text to train a tokenizer on: {} empty", files.size() == 1 ? files[0] + " is" : "all files are");
     const int threads = options.threads > 0 ? options.threads : num_threads();
     const std::unordered_map<std::string, std::string> arguments = {
@@ -313,10 +328,12 @@ void train_sentencepiece(const std::vector<std::string>& files, const SentencePi
     Lines lines(files, (bytes + options.sample_bytes - 1) / options.sample_bytes);
     std::string model;
     const auto status = sentencepiece::SentencePieceTrainer::Train(arguments, &lines, &model);
-    FENWICK_CHECK(status.ok(), "training a tokenizer of {} pieces failed: {}", options.vocab_size, status.ToString());
-    FENWICK_CHECK(make_sentencepiece(model, output_path)->splits_at_newlines(), "{}: the trained tokenizer is not lossless",
-                  output_path);
+    if (!status.ok()) refuse_training(status.ToString(), files, options);
+    const auto trained = make_sentencepiece(model, output_path);
+    // From next to no text the library leaves out pieces that losslessness needs.
+    if (!trained->splits_at_newlines()) refuse_training("the trained tokenizer is not lossless", files, options);
     write_file_atomically(output_path, model);
+    return trained->vocab_size();
 }
 
 }  // namespace fenwick::data

@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <utility>
 
 #include "base/error.h"
+#include "base/files.h"
 #include "base/parallel.h"
 #include "base/sha256.h"
 #include "data/utf8.h"
@@ -195,16 +195,6 @@ private:
     std::int64_t leading_ = 0;  // separators before the first document, counted as its text
 };
 
-std::int64_t size_of_text_file(const std::string& path) {
-    std::error_code error;
-    const auto status = std::filesystem::status(path, error);
-    FENWICK_CHECK(status.type() != std::filesystem::file_type::not_found, "{}: no such file", path);
-    FENWICK_CHECK(!std::filesystem::is_directory(status), "{} is a folder; a text file is needed", path);
-    const auto bytes = std::filesystem::file_size(path, error);
-    FENWICK_CHECK(!error, "{}: {}", path, error.message());
-    return static_cast<std::int64_t>(bytes);
-}
-
 }  // namespace
 
 DocumentUnit document_unit_from(std::string_view name) {
@@ -217,11 +207,8 @@ DocumentUnit document_unit_from(std::string_view name) {
 TokenFileInfo tokenize_files(const Tokenizer& tokenizer, const TokenizeOptions& options) {
     FENWICK_CHECK(!options.files.empty(), "no text files to tokenize");
     std::int64_t total = 0, done = 0;
-    for (const std::string& path : options.files) {
-        total += size_of_text_file(path);
-        std::error_code ignored;
-        FENWICK_CHECK(!std::filesystem::equivalent(path, options.output, ignored), "{}: the output would replace a text file", path);
-    }
+    for (const std::string& path : options.files) total += size_of_file(path);
+    check_output(options.output, options.files);
     const auto no_text = [&] {
         const std::size_t shown = std::min<std::size_t>(options.files.size(), 4);
         const std::vector<std::string> names(options.files.begin(), options.files.begin() + static_cast<std::ptrdiff_t>(shown));

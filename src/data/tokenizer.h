@@ -46,7 +46,9 @@ struct SentencePieceOptions {
 // Trains a SentencePiece model on text files and writes it to `output_path` (atomically). The model is lossless:
 // decode(encode(x)) == x for any bytes, so that bits per byte can be counted. No normalisation, no dummy prefix, no
 // removal of spaces; rare characters and invalid UTF-8 fall back to bytes; a newline is a piece of its own.
-void train_sentencepiece(const std::vector<std::string>& files, const SentencePieceOptions& options,
+// Returns its number of pieces: fewer than asked for where the text has no more. Throws Error: no usable text, an output
+// that would replace a text file, more characters than the vocabulary holds.
+std::int64_t train_sentencepiece(const std::vector<std::string>& files, const SentencePieceOptions& options,
                          const std::string& output_path);
 
 }  // namespace fenwick::data

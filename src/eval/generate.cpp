@@ -58,6 +58,9 @@ std::vector<std::int32_t> generate(const model::LanguageModel& model, const std:
     FENWICK_CHECK(options.max_tokens >= 0 && options.prompt_segment >= 1,
                   "[generate] max_tokens is {}, prompt_segment {}; at least 0 and 1 are needed", options.max_tokens,
                   options.prompt_segment);
+    const std::int64_t vocabulary = options.vocabulary > 0 ? options.vocabulary : model.config().vocab_size;
+    FENWICK_CHECK(vocabulary <= model.config().vocab_size, "[generate] the vocabulary of {} is larger than the model's, {}", vocabulary,
+                  model.config().vocab_size);
     for (auto id : prompt)
         FENWICK_CHECK(id >= 0 && id < model.config().vocab_size, "[generate] token id {} of the prompt is outside the vocabulary of {}",
                       id, model.config().vocab_size);
@@ -75,6 +78,7 @@ std::vector<std::int32_t> generate(const model::LanguageModel& model, const std:
 
     std::vector<std::int32_t> drawn;
     while (static_cast<std::int64_t>(drawn.size()) < options.max_tokens) {
+        logits.resize(static_cast<std::size_t>(vocabulary));  // rows of a padded vocabulary are no tokens
         const std::int32_t id = sample(logits, options.sampling, random);
         if (id == options.end_of_text) break;
         drawn.push_back(id);

@@ -23,6 +23,7 @@ std::int32_t sample(const std::vector<float>& logits, const SamplingOptions& opt
 struct GenerateOptions {
     SamplingOptions sampling;
     std::int64_t max_tokens = 256;
+    std::int64_t vocabulary = 0;           // draws ids below this alone, the tokenizer's where the model's is padded; 0: all
     std::int32_t end_of_text = -1;         // stops after this id; -1: never
     std::int64_t prompt_segment = 256;     // prompt tokens a call: bounds memory, not the result
 };

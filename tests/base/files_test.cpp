@@ -36,6 +36,27 @@ TEST(Files, ALockHasOneHolder) {
     EXPECT_EQ(error_of([&] { second.acquire(folder / "no/.lock"); }), folder / "no/.lock" + std::string(": cannot be opened: no such file"));
 }
 
+TEST(Files, SizesOfRegularFilesOnly) {
+    test::TemporaryFolder folder;
+    test::write_text(folder / "a", "four");
+    EXPECT_EQ(size_of_file(folder / "a"), 4);
+    EXPECT_EQ(error_of([&] { size_of_file(folder / "b"); }), folder / "b" + std::string(": no such file"));
+    EXPECT_EQ(error_of([&] { size_of_file(folder.path()); }), folder.path() + " is a folder; a file is needed");
+    EXPECT_THAT(error_of([] { size_of_file("/dev/zero"); }), HasSubstr("/dev/zero is a device"));
+}
+
+TEST(Files, OutputsDoNotReplaceInputsUnderAnyName) {
+    test::TemporaryFolder folder;
+    test::write_text(folder / "in", "x");
+    test::write_text(folder / "out.tmp", "x");
+    std::filesystem::create_symlink(folder / "in", folder / "link");
+    EXPECT_EQ(error_of([&] { check_output(folder / "new", {folder / "in", folder / "absent"}); }), "");
+    for (const char* output : {"in", "./in", "link"})
+        EXPECT_THAT(error_of([&] { check_output(folder / output, {folder / "absent", folder / "in"}); }),
+                    HasSubstr("the output would replace an input"));
+    EXPECT_THAT(error_of([&] { check_output(folder / "out", {folder / "out.tmp"}); }), HasSubstr("would replace an input"));
+}
+
 TEST(Files, SaysWhatIsWrong) {
     test::TemporaryFolder folder;
     EXPECT_EQ(error_of([&] { read_file(folder / "a"); }), folder / "a" + std::string(": no such file"));

@@ -2,8 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cmath>
+#include <fstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -78,6 +82,33 @@ TEST_P(Parallel, LoopsFromSeveralThreads) {
     for (auto& caller : callers) caller.join();
     for (const auto sum : sums) EXPECT_EQ(sum, 50 * 4950);
 }
+
+// Not under the address sanitizer, which needs the address space that the test takes away.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+TEST(ParallelThreads, TooManyAreRefusedAndTheStartedOnesEnd) {
+    const int before = num_threads();
+    std::int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    rlimit previous{};
+    getrlimit(RLIMIT_AS, &previous);
+    rlimit limited = previous;
+    limited.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + (rlim_t{64} << 20);  // a few stacks
+    std::string message;
+    setrlimit(RLIMIT_AS, &limited);
+    try {
+        set_num_threads(4000);
+    } catch (const Error& error) {
+        message = error.what();
+    }
+    setrlimit(RLIMIT_AS, &previous);
+    EXPECT_NE(message.find("4000 threads are asked for"), std::string::npos) << message;
+    EXPECT_NE(message.find("lower --threads"), std::string::npos) << message;
+    std::atomic<int> count = 0;
+    parallel_for(0, 100, 1, [&](std::int64_t, std::int64_t) { ++count; });
+    EXPECT_EQ(count, 100) << "the pool works on";
+    set_num_threads(before);
+}
+#endif
 
 TEST(ParallelReduction, SameBitsWithAnyNumberOfThreads) {
     const int before = num_threads();

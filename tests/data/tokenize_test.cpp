@@ -191,7 +191,7 @@ TEST_F(Tokenize, SaysWhatIsWrongAndLeavesNothing) {
     const auto empty = text("empty.txt", ""), blank = text("blank.txt", " \n\n"), good = text("good.txt", "text");
     const std::string missing = folder_ / "missing.txt";
     EXPECT_EQ(error_of([&] { run({good, missing}, DocumentUnit::file); }), missing + ": no such file");
-    EXPECT_EQ(error_of([&] { run({folder_.path()}, DocumentUnit::file); }), folder_.path() + " is a folder; a text file is needed");
+    EXPECT_EQ(error_of([&] { run({folder_.path()}, DocumentUnit::file); }), folder_.path() + " is a folder; a file is needed");
     EXPECT_EQ(error_of([&] { run({empty}, DocumentUnit::file); }), "no text to tokenize in " + empty);
     EXPECT_EQ(error_of([&] { run({empty, empty, empty, empty, empty, empty}, DocumentUnit::file); }),
               "no text to tokenize in " + empty + ", " + empty + ", " + empty + ", " + empty + " and 2 more");
@@ -200,7 +200,7 @@ TEST_F(Tokenize, SaysWhatIsWrongAndLeavesNothing) {
     EXPECT_THAT(error_of([] { document_unit_from("page"); }), HasSubstr("use file, line or block"));
     EXPECT_EQ(document_unit_from("block"), DocumentUnit::block);
     output_ = good;
-    EXPECT_THAT(error_of([&] { run({good}, DocumentUnit::file); }), HasSubstr("the output would replace a text file"));
+    EXPECT_THAT(error_of([&] { run({good}, DocumentUnit::file); }), HasSubstr("the output would replace an input"));
     output_ = folder_ / "out.h5";
     const auto large = text("large.txt", std::string(1 << 20, 'a'));
     {

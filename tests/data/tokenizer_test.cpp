@@ -112,13 +112,35 @@ TEST(Tokenizer, SaysWhatIsWrong) {
     const std::string text = folder / "a.txt", empty = folder / "empty.txt";
     test::write_text(text, "some text\n");
     test::write_text(empty, "");
-    EXPECT_EQ(error_of([&] { train_sentencepiece({folder / "no.txt"}, options, model); }), folder / "no.txt" + std::string(": cannot be opened"));
+    EXPECT_EQ(error_of([&] { train_sentencepiece({folder / "no.txt"}, options, model); }), folder / "no.txt" + std::string(": no such file"));
     EXPECT_EQ(error_of([&] { train_sentencepiece({empty}, options, model); }), "no text to train a tokenizer on: " + empty + " is empty");
     options.model_type = "wordpiece";
     EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, model); }), HasSubstr("use bpe or unigram"));
     options = {};
     options.vocab_size = 100;
     EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, model); }), HasSubstr("300 to 1048576"));
+    options = {};
+    options.character_coverage = 0.5;
+    EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, model); }), HasSubstr("from 0.98 to 1"));
+    options = {};
+    // What is no file never ends (a folder read as a stream) or has no size.
+    EXPECT_EQ(error_of([&] { train_sentencepiece({folder.path()}, options, model); }), folder.path() + " is a folder; a file is needed");
+    EXPECT_THAT(error_of([&] { train_sentencepiece({"/dev/zero"}, options, model); }), HasSubstr("/dev/zero is a device"));
+    EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, text); }), HasSubstr("the output would replace an input"));
+    EXPECT_EQ(read_file(text), "some text\n");
+    // The library's own words stay inside.
+    std::string characters;
+    for (int code = 0x4e00; code < 0x5200; ++code)
+        characters += {static_cast<char>(0xe0 | code >> 12), static_cast<char>(0x80 | (code >> 6 & 63)), static_cast<char>(0x80 | (code & 63))};
+    const std::vector<std::pair<std::string, std::string>> hopeless = {
+        {"a", "too little text in UTF-8"}, {"\xff\xfe\x80", "too little text in UTF-8"}, {characters, "too many different characters for 400"}};
+    for (const auto& [content, message] : hopeless) {
+        test::write_text(text, content);
+        options.vocab_size = 400;
+        const std::string error = error_of([&] { train_sentencepiece({text}, options, model); });
+        EXPECT_THAT(error, HasSubstr(message));
+        EXPECT_THAT(error, testing::Not(HasSubstr(".cc")));
+    }
 }
 
 class TrainedTokenizer : public testing::TestWithParam<const char*> {
@@ -143,8 +165,9 @@ TEST_P(TrainedTokenizer, IsLossless) {
     options.model_type = GetParam();
     options.vocab_size = 330;
     options.threads = 2;
-    train_sentencepiece({path}, options, model);
+    const std::int64_t pieces = train_sentencepiece({path}, options, model);
     const auto tokenizer = open_tokenizer(model);
+    EXPECT_EQ(pieces, tokenizer->vocab_size());
     EXPECT_EQ(tokenizer->kind(), "sentencepiece");
     EXPECT_LE(tokenizer->vocab_size(), 330);
     EXPECT_TRUE(tokenizer->splits_at_newlines());
