@@ -123,8 +123,8 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
             if (failed) throw Exit{2};  // every process ended in order, so that none is killed before it has spoken
             if (end.signal != 0) throw Exit{128 + end.signal};  // as a shell says it, so that scripts see that it is not finished
         });
-    command->footer("Example:\n  fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100\n"
-                    "SIGINT and SIGTERM end the run after the current step with a checkpoint, exit code 130 or 143; a second one kills.");
+    command->footer(footer_text("fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100\n"
+                                "SIGINT and SIGTERM end the run after the current step with a checkpoint, exit code 130 or 143; a second one kills."));
     command->add_option("config", options->config, "YAML file; docs/configuration.md lists the keys")->required();
     command->add_option("--set", options->overrides, "Override a key: --set train.steps=100 (may be repeated)")
         ->allow_extra_args(false)
