@@ -4,6 +4,8 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -92,7 +94,58 @@ train::RunConfig quickstart_config(const std::string& name, std::int64_t length 
     return train::load_config(std::string(FENWICK_SOURCE_DIR) + "/configs/quickstart/" + name + ".yaml", overrides);
 }
 
-void training_step(benchmark::State& state, const std::string& name, std::int64_t rows, std::int64_t length) {
+// The matrix products of projections and head of a quickstart step, forward and both gradients, by OpenBLAS alone with all
+// threads: what training is measured against.
+class QuickstartProducts {
+public:
+    QuickstartProducts() {
+        const auto run = quickstart_config("log_linear_mamba2");
+        const auto& config = run.model;
+        rows_ = run.train.batch_size * run.data.sequence_length;
+        const std::int64_t width = config.hidden_size, inner = config.num_heads * config.head_dim;
+        const std::int64_t projected =
+            2 * inner + 2 * config.n_groups * config.state_size + config.num_heads * (1 + config.num_levels);
+        products_ = {{width, projected, config.num_layers}, {inner, width, config.num_layers},
+                     {width, config.mlp_width(), 2 * config.num_layers}, {config.mlp_width(), width, config.num_layers},
+                     {width, config.vocab_size, 1}};
+        const std::int64_t widest = std::max({projected, inner, config.mlp_width(), config.vocab_size});
+        x_ = normal({rows_, widest}, 1.0, 1);
+        w_ = normal({widest, widest}, 1.0, 2);
+        y_ = normal({rows_, widest}, 1.0, 3);
+    }
+
+    double flops() const {
+        double sum = 0;
+        for (const auto& p : products_) sum += 6.0 * static_cast<double>(rows_ * p.in * p.out * p.times);
+        return sum;
+    }
+
+    double seconds() const {
+        const auto start = std::chrono::steady_clock::now();
+        openblas_set_num_threads(num_threads());
+        float *x = x_.as<float>(), *w = w_.as<float>(), *y = y_.as<float>();
+        for (const auto& p : products_)
+            for (std::int64_t i = 0; i < p.times; ++i) {
+                kernels::cpu::blas_gemm(false, true, rows_, p.out, p.in, 1.f, x, p.in, w, p.in, 0.f, y, p.out);
+                kernels::cpu::blas_gemm(false, false, rows_, p.in, p.out, 1.f, y, p.out, w, p.in, 0.f, x, p.in);
+                kernels::cpu::blas_gemm(true, false, p.out, p.in, rows_, 1.f, y, p.out, x, p.in, 0.f, w, p.in);
+            }
+        benchmark::ClobberMemory();
+        openblas_set_num_threads(1);
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+
+private:
+    struct Product {
+        std::int64_t in, out, times;
+    };
+    std::int64_t rows_ = 0;
+    std::vector<Product> products_;
+    Tensor x_, w_, y_;
+};
+
+// With `against_products`, each step is followed by its products, and the counters say how they compare.
+void training_step(benchmark::State& state, const std::string& name, std::int64_t rows, std::int64_t length, bool against_products) {
     const auto config = quickstart_config(name, length);
     if (length == 0) length = config.data.sequence_length;
     model::LanguageModel model(config.model, cpu_device, DType::float32, DType::float32);
@@ -104,7 +157,11 @@ void training_step(benchmark::State& state, const std::string& name, std::int64_
     const auto layout = SequenceLayout::uniform(rows, length);
     train::Optimizer optimizer(model.parameters(), config.optimizer);
     std::int64_t step = 0;
+    std::optional<QuickstartProducts> products;
+    if (against_products) products.emplace();
+    double step_seconds = 0, product_seconds = 0;
     for (auto _ : state) {
+        const auto start = std::chrono::steady_clock::now();
         Tape tape;
         {
             Recording recording(tape);
@@ -113,55 +170,30 @@ void training_step(benchmark::State& state, const std::string& name, std::int64_
         }
         optimizer.update(++step, 1e-6, optimizer.gradient_norm());
         optimizer.zero_gradients();
+        step_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        if (products) {
+            state.PauseTiming();
+            product_seconds += products->seconds();
+            state.ResumeTiming();
+        }
+    }
+    if (products) {
+        state.counters["products_over_step"] = product_seconds / step_seconds;
+        state.counters["products_GFLOP/s"] = products->flops() * static_cast<double>(state.iterations()) * 1e-9 / product_seconds;
     }
     state.counters["tokens_per_s"] =
         benchmark::Counter(static_cast<double>(ids.size()), benchmark::Counter::kIsIterationInvariantRate);
 }
 
-// The same step's matrix products of projections and head, forward and both gradients, by OpenBLAS alone with all threads.
-void training_step_products(benchmark::State& state) {
-    const auto run = quickstart_config("log_linear_mamba2");
-    const auto& config = run.model;
-    const std::int64_t rows = run.train.batch_size * run.data.sequence_length, width = config.hidden_size;
-    const std::int64_t inner = config.num_heads * config.head_dim;
-    const std::int64_t projected =
-        2 * inner + 2 * config.n_groups * config.state_size + config.num_heads * (1 + config.num_levels);
-    struct Product {
-        std::int64_t in, out, times;
-    };
-    const std::vector<Product> products = {{width, projected, config.num_layers}, {inner, width, config.num_layers},
-                                           {width, config.mlp_width(), 2 * config.num_layers},
-                                           {config.mlp_width(), width, config.num_layers}, {width, config.vocab_size, 1}};
-    const std::int64_t widest = std::max({projected, inner, config.mlp_width(), config.vocab_size});
-    const Tensor x = normal({rows, widest}, 1.0, 1), w = normal({widest, widest}, 1.0, 2), y = normal({rows, widest}, 1.0, 3);
-    openblas_set_num_threads(num_threads());
-    double flops = 0;
-    for (auto _ : state) {
-        flops = 0;
-        for (const auto& p : products)
-            for (std::int64_t i = 0; i < p.times; ++i) {
-                kernels::cpu::blas_gemm(false, true, rows, p.out, p.in, 1.f, x.as<float>(), p.in, w.as<float>(), p.in, 0.f, y.as<float>(), p.out);
-                kernels::cpu::blas_gemm(false, false, rows, p.in, p.out, 1.f, y.as<float>(), p.out, w.as<float>(), p.in, 0.f, x.as<float>(), p.in);
-                kernels::cpu::blas_gemm(true, false, p.out, p.in, rows, 1.f, y.as<float>(), p.out, x.as<float>(), p.in, 0.f, w.as<float>(), p.in);
-                flops += 6.0 * static_cast<double>(rows * p.in * p.out);
-            }
-        benchmark::ClobberMemory();
-    }
-    openblas_set_num_threads(1);
-    state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
-}
-
 void register_training_steps() {
     const auto quickstart = quickstart_config("log_linear_mamba2");
     benchmark::RegisterBenchmark("training_step/quickstart", training_step, std::string("log_linear_mamba2"),
-                                 quickstart.train.batch_size, std::int64_t{0})
-        ->UseRealTime()->Unit(benchmark::kMillisecond);
-    benchmark::RegisterBenchmark("training_step/quickstart_products", training_step_products)
+                                 quickstart.train.batch_size, std::int64_t{0}, true)
         ->UseRealTime()->Unit(benchmark::kMillisecond);
     for (const std::string name : {"transformer", "mamba2", "log_linear_mamba2", "gated_deltanet", "log_linear_gated_deltanet"})
         for (const std::int64_t length : {1 << 10, 1 << 12, 1 << 14})
             benchmark::RegisterBenchmark(("training_step/" + name + "/" + std::to_string(length)).c_str(), training_step, name,
-                                         std::int64_t{1}, length)
+                                         std::int64_t{1}, length, false)
                 ->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
