@@ -47,6 +47,16 @@ public:
     std::string definition() const override { return definition_; }
     bool splits_at_newlines() const override { return lossless_; }
 
+    // Lossless models are encoded newline by newline, and word by word where no piece reaches over a space.
+    std::size_t safe_cut(std::string_view text, std::size_t limit) const override {
+        if (!lossless_) return 0;
+        for (std::size_t at = limit; at > 0; --at) {
+            if (text[at - 1] == '\n') return at;
+            if (splits_at_spaces_ && at < text.size() && text[at] == ' ' && text[at - 1] != ' ') return at;
+        }
+        return 0;
+    }
+
     void encode(std::string_view text, std::vector<std::int32_t>& ids) const override {
         if (!lossless_) {
             append_encoded(text, ids);

@@ -28,10 +28,13 @@ public:
         return text;
     }
     std::string definition() const override { return ""; }
+    std::size_t safe_cut(std::string_view, std::size_t limit) const override { return limit; }
     bool splits_at_newlines() const override { return true; }
 };
 
 }  // namespace
+
+std::size_t Tokenizer::safe_cut(std::string_view, std::size_t) const { return 0; }
 
 std::string Tokenizer::identity() const {
     const std::string name = kind(), bytes = definition();

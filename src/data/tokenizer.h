@@ -23,6 +23,13 @@ public:
     // The file that defines it (a SentencePiece model), "" for bytes: stored in token files and checkpoints, so that
     // either alone suffices to decode.
     virtual std::string definition() const = 0;
+    // A place where `text` may be cut so that its parts are encoded by themselves: some p with 0 < p <= limit <= text.size()
+    // such that encode(text[:p]) followed by encode(text[p:] + more) is encode(text + more), whatever `more` is, "" too.
+    // As late as it is cheaply found; 0 where none is found: take a longer text, or encode the document whole. `text`
+    // begins where a document begins, or at such a place; what lies after `limit` is only looked at (a few dozen bytes
+    // help, and it may end within a character). So a document of any size is encoded in pieces, on several threads,
+    // with the ids of the whole. The cost is far below that of encoding text[:limit]. Thread-safe.
+    virtual std::size_t safe_cut(std::string_view text, std::size_t limit) const;
     // True when encode(a + b) is encode(a) followed by encode(b) for every a that ends in a newline, and decode gives
     // back the exact text: long documents may then be encoded piece by piece.
     virtual bool splits_at_newlines() const = 0;

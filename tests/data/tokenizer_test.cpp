@@ -68,6 +68,30 @@ std::string random_unicode(std::uint64_t seed, std::size_t characters) {
     return text;
 }
 
+// Encodes in pieces cut by safe_cut, each found from a window of at most `longest` bytes, or more where none is found.
+std::vector<std::int32_t> encode_in_pieces(const Tokenizer& tokenizer, std::string_view text, std::uint64_t seed, std::size_t longest,
+                                           int* pieces = nullptr) {
+    Random random(seed);
+    std::vector<std::int32_t> ids;
+    std::size_t reach = longest;
+    while (!text.empty()) {
+        const std::size_t window = std::min<std::size_t>(text.size(), 1 + random.below(reach));
+        const std::size_t limit = 1 + random.below(window);
+        std::size_t cut = tokenizer.safe_cut(text.substr(0, window), limit);
+        EXPECT_LE(cut, limit);
+        if (cut == 0 && window == text.size()) cut = text.size();
+        if (cut == 0) {
+            reach *= 2;
+            continue;
+        }
+        tokenizer.encode(text.substr(0, cut), ids);
+        text.remove_prefix(cut);
+        reach = longest;
+        if (pieces != nullptr) ++*pieces;
+    }
+    return ids;
+}
+
 TEST(Utf8, LengthOfValidAndInvalidCharacters) {
     EXPECT_EQ(utf8_length(""), 0u);
     EXPECT_EQ(utf8_length(std::string_view("\0", 1)), 1u);
@@ -92,6 +116,7 @@ TEST(ByteTokenizer, IdsAreBytes) {
     EXPECT_EQ(decode(*tokenizer, {72, 105, 256, 33}), "Hi!");
     const std::string text = random_bytes(1, 5000);
     EXPECT_EQ(decode(*tokenizer, encode(*tokenizer, text)), text);
+    EXPECT_EQ(encode_in_pieces(*tokenizer, text, 1, 100), encode(*tokenizer, text));
     EXPECT_THAT(error_of([&] { decode(*tokenizer, {257}); }), HasSubstr("token 257 is outside the vocabulary of 257"));
     EXPECT_THAT(error_of([&] { decode(*tokenizer, {-1}); }), HasSubstr("token -1 is outside"));
     EXPECT_EQ(tokenizer->identity(), sha256_hex(std::string_view("bytes\0", 6)));
@@ -195,12 +220,14 @@ TEST_P(TrainedTokenizer, IsLossless) {
             EXPECT_EQ(encode(*tokenizer, line), library.EncodeAsIds(line)) << "line " << i;
         }
     }
-    // Pieces cut after a newline have the ids of the whole.
-    const std::string a = "the tree \n  sum \n", b = " level of\n\n";
-    auto parts = encode(*tokenizer, a);
-    const auto rest = encode(*tokenizer, b);
-    parts.insert(parts.end(), rest.begin(), rest.end());
-    EXPECT_EQ(parts, encode(*tokenizer, a + b));
+    // Pieces have the ids of the whole.
+    int parts = 0;
+    EXPECT_EQ(encode_in_pieces(*tokenizer, text, 2, 500, &parts), ids);
+    EXPECT_GT(parts, 400);
+    for (std::uint64_t seed = 0; seed < 100; ++seed) {
+        const std::string mixed = random_unicode(seed, 80) + random_bytes(seed, 30) + text.substr(seed * 100, 300);
+        EXPECT_EQ(encode_in_pieces(*tokenizer, mixed, seed, 60), encode(*tokenizer, mixed)) << "seed " << seed;
+    }
     // The definition alone restores it.
     const auto restored = restore_tokenizer("sentencepiece", tokenizer->definition());
     EXPECT_EQ(restored->identity(), tokenizer->identity());
@@ -228,6 +255,7 @@ TEST(SentencePiece, GivesTheGoldenIdsOfAPublicModel) {
     if (golden.empty() || model.empty()) GTEST_SKIP() << "no shared folder with golden tokenizers";
     const auto tokenizer = open_tokenizer(model);
     EXPECT_FALSE(tokenizer->splits_at_newlines());
+    EXPECT_EQ(tokenizer->safe_cut("Some words.\nMore", 14), 0u);  // each piece would get a dummy prefix
     EXPECT_EQ(tokenizer->end_of_document(), 2);
     const auto cases = nlohmann::json::parse(read_file(golden));
     const auto& expected = cases.at("tokenizers").at("llama2");
