@@ -10,10 +10,12 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/files.h"
 #include "base/hdf5.h"
+#include "base/sha256.h"
 
 namespace fenwick::data {
 namespace {
@@ -22,7 +24,6 @@ constexpr std::string_view format_name = "fenwick-tokens";
 constexpr std::int64_t format_version = 1;
 constexpr std::int64_t chunk_tokens = 1 << 15;      // of the files written here; readers take what the file says
 constexpr std::int64_t record_chunk = 1 << 12;      // of the lists with one element a document or a chunk
-constexpr std::size_t cache_bytes = 64 << 20;       // decoded chunks a reader keeps
 
 static_assert(std::endian::native == std::endian::little, "checksums are over little-endian bytes");
 
@@ -211,15 +212,20 @@ struct TokenFile::Implementation {
     hdf5::File file;
     TokenFileInfo info;
     std::int64_t token_bytes = 2, chunk_size = 0;
-    std::vector<std::int64_t> offsets, bytes, words;
+    std::size_t cache_bytes;
     std::vector<std::uint32_t> checksums;  // of each chunk
+
+    // A list with one element a document, read when it is first asked for: a corpus of many shards opens quickly and needs
+    // memory for those lists alone that are used.
+    std::mutex lists;
+    std::vector<std::int64_t> offsets, bytes, words;
 
     // Least recently used chunks make room.
     std::mutex mutex;
     std::list<std::int64_t> recent;  // newest first
     std::map<std::int64_t, std::pair<Chunk, std::list<std::int64_t>::iterator>> cache;
 
-    explicit Implementation(const std::string& path) : file(hdf5::File::open(path)) {
+    Implementation(const std::string& path, std::size_t cache) : file(hdf5::File::open(path)), cache_bytes(cache) {
         FENWICK_CHECK(file.has_attribute("/", "format") && file.attribute_string("/", "format") == format_name,
                       "{} is not a Fenwick token file (fenwick tokenize makes one)", path);
         const std::int64_t version = file.attribute_int("/", "version");
@@ -252,13 +258,32 @@ struct TokenFile::Implementation {
                       "{}: damaged token file: dataset 'tokens' is not {} values of uint{}", path, info.num_tokens,
                       8 * token_bytes);
         checksums = column<std::uint32_t>("token_checksums", (info.num_tokens + chunk_size - 1) / chunk_size);
-        offsets = column<std::int64_t>("documents/offsets", info.num_documents + 1);
-        bytes = column<std::int64_t>("documents/bytes", info.num_documents);
-        words = column<std::int64_t>("documents/words", info.num_documents);
-        bool monotone = offsets.front() == 0 && offsets.back() == info.num_tokens;
-        for (std::size_t i = 1; i < offsets.size(); ++i) monotone = monotone && offsets[i] > offsets[i - 1];
-        FENWICK_CHECK(monotone, "{}: damaged token file: document offsets do not rise from 0 to {}", path, info.num_tokens);
     }
+
+    const std::vector<std::int64_t>& document_offsets() {
+        std::lock_guard lock(lists);
+        if (offsets.empty()) {
+            auto found = column<std::int64_t>("documents/offsets", info.num_documents + 1);
+            bool monotone = found.front() == 0 && found.back() == info.num_tokens;
+            for (std::size_t i = 1; i < found.size(); ++i) monotone = monotone && found[i] > found[i - 1];
+            FENWICK_CHECK(monotone, "{}: damaged token file: document offsets do not rise from 0 to {}", info.path, info.num_tokens);
+            offsets = std::move(found);
+        }
+        return offsets;
+    }
+    const std::vector<std::int64_t>& document_list(std::vector<std::int64_t>& list, const std::string& name, std::int64_t sum) {
+        std::lock_guard lock(lists);
+        if (list.empty()) {
+            auto found = column<std::int64_t>(name, info.num_documents);
+            const std::int64_t found_sum = std::accumulate(found.begin(), found.end(), std::int64_t{0});
+            FENWICK_CHECK(found_sum == sum, "{}: damaged token file: '{}' adds up to {}, the file says {}", info.path, name, found_sum,
+                          sum);
+            list = std::move(found);
+        }
+        return list;
+    }
+    const std::vector<std::int64_t>& document_bytes() { return document_list(bytes, "documents/bytes", info.text_bytes); }
+    const std::vector<std::int64_t>& document_words() { return document_list(words, "documents/words", info.text_words); }
 
     void check_crc(const std::string& name, std::uint32_t found) const {
         const std::int64_t stored = file.attribute_int(name, "crc32");
@@ -336,15 +361,26 @@ struct TokenFile::Implementation {
     }
 };
 
-TokenFile::TokenFile(const std::string& path) : implementation_(std::make_unique<Implementation>(path)) {}
+TokenFile::TokenFile(const std::string& path, std::size_t cache_bytes)
+    : implementation_(std::make_unique<Implementation>(path, cache_bytes)) {}
 TokenFile::~TokenFile() = default;
 TokenFile::TokenFile(TokenFile&&) noexcept = default;
 
 const TokenFileInfo& TokenFile::info() const { return implementation_->info; }
-const std::vector<std::int64_t>& TokenFile::document_offsets() const { return implementation_->offsets; }
-const std::vector<std::int64_t>& TokenFile::document_bytes() const { return implementation_->bytes; }
-const std::vector<std::int64_t>& TokenFile::document_words() const { return implementation_->words; }
+const std::vector<std::int64_t>& TokenFile::document_offsets() const { return implementation_->document_offsets(); }
+const std::vector<std::int64_t>& TokenFile::document_bytes() const { return implementation_->document_bytes(); }
+const std::vector<std::int64_t>& TokenFile::document_words() const { return implementation_->document_words(); }
 std::string TokenFile::tokenizer_definition() const { return implementation_->text("tokenizer/definition"); }
+
+std::string TokenFile::digest() const {
+    const Implementation& self = *implementation_;
+    std::string text = fmt::format("{} {} {} {} {} {} {} {} {}", self.info.num_tokens, self.info.num_documents, self.info.vocab_size,
+                                   self.info.end_of_document, self.info.text_bytes, self.info.text_words, self.chunk_size,
+                                   self.info.tokenizer_kind, self.info.tokenizer_identity);
+    for (const char* name : {"token_checksums", "documents/offsets", "documents/bytes", "documents/words", "tokenizer/definition"})
+        text += fmt::format(" {:08x}", self.file.attribute_int(name, "crc32"));
+    return sha256_hex(text);
+}
 
 void TokenFile::read(std::int64_t offset, std::int64_t count, std::int32_t* out) const {
     Implementation& self = *implementation_;
@@ -380,12 +416,9 @@ std::unique_ptr<Tokenizer> TokenFile::tokenizer() const {
 
 void TokenFile::verify() const {
     Implementation& self = *implementation_;
-    std::int64_t bytes = 0, words = 0;
-    for (const auto value : self.bytes) bytes += value;
-    for (const auto value : self.words) words += value;
-    FENWICK_CHECK(bytes == self.info.text_bytes && words == self.info.text_words,
-                  "{}: documents add up to {} bytes and {} words, the file says {} and {}", self.info.path, bytes, words,
-                  self.info.text_bytes, self.info.text_words);
+    const auto& offsets = self.document_offsets();
+    self.document_bytes();
+    self.document_words();
     tokenizer();
     sources();
     std::vector<std::int32_t> ids(static_cast<std::size_t>(self.chunk_size));
@@ -393,8 +426,8 @@ void TokenFile::verify() const {
     for (std::int64_t index = 0; index < static_cast<std::int64_t>(self.checksums.size()); ++index) {
         const std::int64_t first = index * self.chunk_size, count = std::min(self.chunk_size, self.info.num_tokens - first);
         self.copy(self.load(index), 0, count, ids.data());
-        for (; document < self.offsets.size() && self.offsets[document] <= first + count; ++document)
-            FENWICK_CHECK(ids[static_cast<std::size_t>(self.offsets[document] - 1 - first)] == self.info.end_of_document,
+        for (; document < offsets.size() && offsets[document] <= first + count; ++document)
+            FENWICK_CHECK(ids[static_cast<std::size_t>(offsets[document] - 1 - first)] == self.info.end_of_document,
                           "{}: document {} does not end with the end-of-document token", self.info.path, document - 1);
     }
 }

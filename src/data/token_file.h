@@ -28,16 +28,20 @@ struct TokenSource {
     std::string sha256;
 };
 
-// Reads a token file. Opening checks the format mark, the completion mark, the sizes and the offsets; a chunk's
-// checksum is checked when it is first read; verify() checks every one.
+// Reads a token file. Opening checks the format mark, the completion mark and the sizes; a chunk of tokens and a list of
+// the documents are read and checked when they are first asked for; verify() checks everything. All of it is thread-safe.
 class TokenFile {
 public:
-    explicit TokenFile(const std::string& path);
+    // cache_bytes: of decoded chunks that are kept, about.
+    explicit TokenFile(const std::string& path, std::size_t cache_bytes = 64 << 20);
     ~TokenFile();
     TokenFile(TokenFile&&) noexcept;
 
     const TokenFileInfo& info() const;
-    // Tokens [offset, offset + count) into out. Thread-safe. A damaged chunk is an Error that names it.
+    // SHA-256 over the header and the checksums, and so over all that the file holds but `sources`: equal where the tokens, the
+    // documents and the tokenizer are.
+    std::string digest() const;
+    // Tokens [offset, offset + count) into out. A damaged chunk is an Error that names it.
     void read(std::int64_t offset, std::int64_t count, std::int32_t* out) const;
     const std::vector<std::int64_t>& document_offsets() const;  // num_documents + 1, in tokens
     // Of the original text of each document; their sums are info().text_bytes and text_words. num_documents each.

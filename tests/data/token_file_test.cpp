@@ -112,6 +112,11 @@ TEST_P(TokenFiles, RoundTrip) {
     // The same calls give the same bytes.
     write(folder / "b.h5", tokenizer, documents, deflate);
     EXPECT_EQ(read_file(folder / "a.h5"), read_file(folder / "b.h5"));
+    // The digest does not ask how the file is stored, and differs where its contents do.
+    write(folder / "b.h5", tokenizer, documents, deflate == 0 ? 9 : 0);
+    EXPECT_EQ(file.digest(), TokenFile(folder / "b.h5").digest());
+    write(folder / "b.h5", tokenizer, documents + 1, deflate);
+    EXPECT_NE(file.digest(), TokenFile(folder / "b.h5").digest());
 }
 
 TEST(TokenFile, VerifyAcceptsAWholeFileAndThreadsShareIt) {

@@ -1,0 +1,71 @@
+// A tokenized corpus: one token file, or a folder of them (shards), seen as one stream of tokens and documents.
+// docs/file-formats.md describes both.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "data/token_file.h"
+
+namespace fenwick::data {
+
+// The file that makes a folder of shards a whole: which shards, in which order, and what each holds.
+inline constexpr std::string_view manifest_name = "manifest.json", sources_name = "sources.jsonl";
+
+struct CorpusManifest {
+    struct Shard {
+        std::string file;                    // name in the folder
+        std::int64_t bytes = 0;              // of the file
+        std::string digest;                  // TokenFile::digest()
+        std::int64_t num_tokens = 0, num_documents = 0, text_bytes = 0, text_words = 0;
+    };
+    TokenFileInfo info;          // sums over the shards; path is the folder
+    std::vector<Shard> shards;   // at least one
+    std::int64_t num_sources = 0;
+    std::string sources_sha256;  // of the file `sources_name`
+
+    // Both throw Error: not written, missing, damaged.
+    void write(const std::string& folder) const;
+    static CorpusManifest read(const std::string& folder);
+};
+
+bool is_corpus_folder(const std::string& path);  // holds a manifest
+
+// Opening checks that every shard is there with the size that the manifest says. A shard is opened when it is first
+// needed, and its digest compared; a bounded number stay open. Thread-safe.
+class TokenCorpus {
+public:
+    // Throws Error: nothing there, a missing, foreign or truncated shard, a damaged manifest.
+    explicit TokenCorpus(const std::string& path);
+    ~TokenCorpus();
+    TokenCorpus(TokenCorpus&&) noexcept;
+
+    const TokenFileInfo& info() const;  // of the whole; path as given
+    // SHA-256 over the shards' digests: equal where the tokenizer, the tokens, the documents and their cut into shards are.
+    std::string identity() const;
+
+    // Tokens [offset, offset + count) of the whole into out.
+    void read(std::int64_t offset, std::int64_t count, std::int32_t* out) const;
+    // Where document `index` of the whole begins, in tokens; of num_documents: num_tokens.
+    std::int64_t document_offset(std::int64_t index) const;
+    // All of them: num_documents + 1, eight bytes each.
+    std::vector<std::int64_t> document_offsets() const;
+    std::vector<TokenSource> sources() const;
+    std::string tokenizer_definition() const;
+    std::unique_ptr<Tokenizer> tokenizer() const;
+    void verify() const;  // every checksum of every shard
+
+    std::int64_t num_shards() const;
+    std::shared_ptr<const TokenFile> shard(std::int64_t index) const;
+    // Of the whole: the first token and the first document of a shard; of num_shards: how many there are.
+    std::int64_t first_token(std::int64_t shard) const;
+    std::int64_t first_document(std::int64_t shard) const;
+
+private:
+    struct Implementation;
+    std::unique_ptr<Implementation> implementation_;
+};
+
+}  // namespace fenwick::data
