@@ -130,11 +130,10 @@ void print_operator_header() {
                       "of peak", "GB/s", "of peak"));
 }
 
-// One row a pass.
-ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, const MeasureOptions& options) {
+// Measures one row a pass.
+ordered_json operator_rows(const OperatorCase& op, const OperatorSizes& sizes, const MeasureOptions& options) {
     const Device device = device_chosen(options.device);
     const DType dtype = options.type(device);
-    const auto peaks = peaks_of_device(device);
 
     std::vector<OperatorCall> calls;
     calls.push_back(op.make(sizes, dtype, device, 1));
@@ -150,15 +149,11 @@ ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, 
     outputs.clear();
 
     ordered_json rows = ordered_json::array();
-    const auto row = [&](const char* pass, const std::vector<std::function<void()>>& bodies, double flops, double bytes) {
+    // `own`: bytes of the pass's results, which are there at its peak.
+    const auto row = [&](const char* pass, const std::vector<std::function<void()>>& bodies, double flops, double bytes, double own) {
+        reset_peak_memory(device.type);
+        const auto before = static_cast<double>(memory_stats(device.type).total_peak_bytes);
         const Seconds time = measure(device, bodies, options.budget, options.repetitions);
-        const double tokens = static_cast<double>(sizes.at("tokens"));
-        const bool matrix = flops > 0 && peaks && dtype == DType::bfloat16;
-        print(fmt::format("{:<28}{:<20}{:>12.4f}{:>12.2f}{:>12}{:>9}{:>10.0f}{:>9}", op.name, pass, 1e3 * time.median,
-                          1e9 * time.median / tokens, flops > 0 ? fmt::format("{:.2f}", 1e-12 * flops / time.median) : "",
-                          matrix ? fmt::format("{:.1f}%", 100 * flops / time.median / peaks->bfloat16_flops) : "",
-                          1e-9 * bytes / time.median,
-                          peaks ? fmt::format("{:.1f}%", 100 * bytes / time.median / peaks->bandwidth) : ""));
         ordered_json json = {{"operator", op.name}, {"pass", pass}, {"device", device_text(device)}, {"dtype", std::string(name_of(dtype))}};
         for (const auto& [name, size] : sizes) json[name] = size;
         json["median_s"] = time.median;
@@ -166,6 +161,7 @@ ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, 
         json["repetitions"] = time.repetitions;
         json["flops"] = flops;
         json["bytes"] = bytes;
+        json["beyond_bytes"] = std::max(0.0, static_cast<double>(memory_stats(device.type).total_peak_bytes) - before - own);
         rows.push_back(std::move(json));
     };
     std::vector<std::function<void()>> forward, both;
@@ -175,9 +171,26 @@ ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, 
     }
     // Bytes that must move: inputs are read and outputs written; backward reads the inputs and the gradient of the outputs
     // and writes the gradients of the inputs.
-    row("forward", forward, calls.front().flops, input_bytes + output_bytes);
+    row("forward", forward, calls.front().flops, input_bytes + output_bytes, output_bytes);
     if (calls.front().differentiable)
-        row("forward + backward", both, 3 * calls.front().flops, 3 * input_bytes + 2 * output_bytes);
+        row("forward + backward", both, 3 * calls.front().flops, 3 * input_bytes + 2 * output_bytes, input_bytes + output_bytes);
+    return rows;
+}
+
+// The same, printed beside the data sheet's peaks.
+ordered_json bench_operator(const OperatorCase& op, const OperatorSizes& sizes, const MeasureOptions& options) {
+    const Device device = device_chosen(options.device);
+    const auto peaks = peaks_of_device(device);
+    ordered_json rows = operator_rows(op, sizes, options);
+    for (const auto& row : rows) {
+        const double seconds = row["median_s"], flops = row["flops"], bytes = row["bytes"];
+        const bool matrix = flops > 0 && peaks && options.type(device) == DType::bfloat16;
+        print(fmt::format("{:<28}{:<20}{:>12.4f}{:>12.2f}{:>12}{:>9}{:>10.0f}{:>9}", op.name, row["pass"].get<std::string>(),
+                          1e3 * seconds, 1e9 * seconds / static_cast<double>(sizes.at("tokens")),
+                          flops > 0 ? fmt::format("{:.2f}", 1e-12 * flops / seconds) : "",
+                          matrix ? fmt::format("{:.1f}%", 100 * flops / seconds / peaks->bfloat16_flops) : "", 1e-9 * bytes / seconds,
+                          peaks ? fmt::format("{:.1f}%", 100 * bytes / seconds / peaks->bandwidth) : ""));
+    }
     return rows;
 }
 
@@ -361,27 +374,25 @@ void add_step(CLI::App& bench) {
 
 // ---- what the device can do --------------------------------------------------------------------------------------------------
 
-void run_peak(const MeasureOptions& options) {
-    const Device device = device_chosen(options.device);
-    const auto peaks = peaks_of_device(device);
-    print(device_text(device));
-    ordered_json json = {{"device", device_text(device)}};
-    const auto line = [&](const std::string& what, double rate, const char* unit, double peak) {
-        print(fmt::format("  {:<34}{:>12.1f} {}{}", what, rate, unit,
-                          peak > 0 ? fmt::format("  ({:.1f}% of {:.0f})", 100 * rate / peak, peak) : ""));
-        json[what] = rate;
-    };
+std::int64_t matrix_size(Device device) { return device.is_cpu() ? 2048 : 8192; }
+
+// Bytes and operations a second, measured.
+struct Ceilings {
+    double copy = 0, bfloat16 = 0, float32 = 0;  // bfloat16: 0 on the CPU
+};
+
+Ceilings measure_ceilings(Device device, const MeasureOptions& options) {
+    Ceilings ceilings;
     {
         const std::int64_t count = std::int64_t{1} << (device.is_cpu() ? 25 : 29);
         const Tensor from = Tensor::zeros({count}, DType::float32, device);
         Tensor to = Tensor::zeros({count}, DType::float32, device);
         const Seconds time = measure(device, {[&] { to.copy_from(from); }}, options.budget, options.repetitions);
-        line("copy, read and write", 1e-9 * 8 * static_cast<double>(count) / time.median, "GB/s",
-             peaks ? 1e-9 * peaks->bandwidth : 0);
+        ceilings.copy = 8 * static_cast<double>(count) / time.median;
     }
     for (const DType dtype : {DType::bfloat16, DType::float32}) {
         if (device.is_cpu() && dtype == DType::bfloat16) continue;
-        const std::int64_t size = device.is_cpu() ? 2048 : 8192;
+        const std::int64_t size = matrix_size(device);
         Random random(1);
         std::vector<float> values(static_cast<std::size_t>(size * size));
         for (auto& value : values) value = static_cast<float>(random.normal());
@@ -393,10 +404,87 @@ void run_peak(const MeasureOptions& options) {
         };
         const Seconds time = measure(device, {multiply}, options.budget, options.repetitions);
         const double edge = static_cast<double>(size);
-        line(fmt::format("matrix product of {}, {}", size, name_of(dtype)), 1e-12 * 2 * edge * edge * edge / time.median, "TFLOP/s",
-             peaks && dtype == DType::bfloat16 ? 1e-12 * peaks->bfloat16_flops : 0);
+        (dtype == DType::bfloat16 ? ceilings.bfloat16 : ceilings.float32) = 2 * edge * edge * edge / time.median;
     }
-    write_json(options.json, json);
+    return ceilings;
+}
+
+// Prints them, and the share of the data sheet's peaks.
+ordered_json print_ceilings(Device device, const Ceilings& ceilings) {
+    const auto peaks = peaks_of_device(device);
+    print(device_text(device));
+    ordered_json json = {{"device", device_text(device)}};
+    const auto line = [&](const std::string& what, double rate, const char* unit, double peak) {
+        if (rate == 0) return;
+        print(fmt::format("  {:<34}{:>12.1f} {}{}", what, rate, unit,
+                          peak > 0 ? fmt::format("  ({:.1f}% of {:.0f})", 100 * rate / peak, peak) : ""));
+        json[what] = rate;
+    };
+    const std::int64_t size = matrix_size(device);
+    line("copy, read and write", 1e-9 * ceilings.copy, "GB/s", peaks ? 1e-9 * peaks->bandwidth : 0);
+    line(fmt::format("matrix product of {}, bfloat16", size), 1e-12 * ceilings.bfloat16, "TFLOP/s",
+         peaks ? 1e-12 * peaks->bfloat16_flops : 0);
+    line(fmt::format("matrix product of {}, float32", size), 1e-12 * ceilings.float32, "TFLOP/s", 0);
+    return json;
+}
+
+void run_peak(const MeasureOptions& options) {
+    const Device device = device_chosen(options.device);
+    write_json(options.json, print_ceilings(device, measure_ceilings(device, options)));
+}
+
+// ---- the sequence operators side by side ---------------------------------------------------------------------------------
+
+struct ScanCommand {
+    std::int64_t tokens = 65536;
+    bool longest = false;
+    MeasureOptions measure;
+};
+
+// Every sequence operator of the paper's models at growing lengths, beside the device's own ceilings. The floor of a row is
+// what its compulsory bytes take at the speed of a copy, or its operations at that of a matrix product, whichever is longer.
+void run_scans(const ScanCommand& command) {
+    const Device device = device_chosen(command.measure.device);
+    const Ceilings ceilings = measure_ceilings(device, command.measure);
+    ordered_json json = print_ceilings(device, ceilings);
+    const double products = command.measure.type(device) == DType::bfloat16 ? ceilings.bfloat16 : ceilings.float32;
+    print(fmt::format("{:<28}{:>9} x {:<9}{:<20}{:>11}{:>11}{:>10}{:>13}", "operator", "rows", "length", "pass", "median ms",
+                      "floor ms", "of floor", "memory"));
+    json["rows"] = ordered_json::array();
+    const auto time = [&](const std::string& name, std::int64_t rows, std::int64_t length) {
+        const auto op = std::find_if(operator_cases().begin(), operator_cases().end(), [&](const auto& other) { return other.name == name; });
+        OperatorSizes sizes = op->sizes;
+        sizes["tokens"] = rows * length;
+        sizes["length"] = length;
+        for (auto& row : operator_rows(*op, sizes, command.measure)) {
+            const double seconds = row["median_s"];
+            const double floor = std::max(row["bytes"].get<double>() / ceilings.copy, row["flops"].get<double>() / products);
+            print(fmt::format("{:<28}{:>9} x {:<9}{:<20}{:>11.3f}{:>11.3f}{:>9.1f}%{:>13}", name, rows, length,
+                              row["pass"].get<std::string>(), 1e3 * seconds, 1e3 * floor, 100 * floor / seconds,
+                              bytes_text(row["beyond_bytes"].get<double>())));
+            row["floor_s"] = floor;
+            json["rows"].push_back(std::move(row));
+        }
+    };
+    for (const char* name : {"ssd", "log_linear_ssd", "gated_delta_rule", "log_linear_gated_delta_rule", "softmax_attention"}) {
+        for (std::int64_t length = std::min<std::int64_t>(1024, command.tokens); length <= command.tokens; length *= 4)
+            time(name, command.tokens / length, length);
+        if (command.tokens >= 16384 * 2) time(name, 1, 16384);
+        // Attention would take minutes.
+        if (command.longest && std::string_view(name) != "softmax_attention") time(name, 1, std::int64_t{1} << 20);
+    }
+    write_json(command.measure.json, json);
+}
+
+void add_scans(CLI::App& bench) {
+    auto options = std::make_shared<ScanCommand>();
+    CLI::App* command = add_command(bench, "scans", "Time every sequence operator at growing lengths, beside the device's ceilings",
+                                    "fenwick bench scans --longest --json scans.json", options, run_scans);
+    command->add_option("--tokens", options->tokens, "Tokens in all, cut into rows")
+        ->check(CLI::Range(std::int64_t{64}, std::int64_t{1} << 24))
+        ->capture_default_str();
+    command->add_flag("--longest", options->longest, "Also one row of 1,048,576 tokens");
+    options->measure.add_to(command);
 }
 
 }  // namespace
@@ -411,6 +499,7 @@ void add_bench(CLI::App& app, const GlobalOptions&) {
     CLI::App* peak = add_command(*bench, "peak", "What the device reaches in copies and matrix products", "fenwick bench peak",
                                  options, run_peak);
     options->add_to(peak);
+    add_scans(*bench);
     add_operators(*bench);
 }
 

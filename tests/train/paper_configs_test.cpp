@@ -45,5 +45,22 @@ TEST(PaperConfigs, HaveThePapersSizes) {
     }
 }
 
+// Compared at equal tokens, so they must be of a size.
+TEST(GutenbergConfigs, DifferInTheModelAlone) {
+    RunConfig configs[2];
+    for (const int i : {0, 1}) {
+        const std::string name = i == 0 ? "log_linear_mamba2" : "transformer";
+        configs[i] = load_config(std::string(FENWICK_SOURCE_DIR) + "/configs/gutenberg/" + name + ".yaml");
+        configs[i].model.vocab_size = 32000;
+        if (i == 0) configs[i].model.num_levels = 13;
+        configs[i].model.validate();
+        const double millions = static_cast<double>(model::parameter_count(configs[i].model)) / 1e6;
+        EXPECT_NEAR(millions, 111, 2) << name;
+        configs[i].model = {};
+        configs[i].run_dir.clear();
+    }
+    EXPECT_EQ(to_yaml(configs[0]), to_yaml(configs[1]));
+}
+
 }  // namespace
 }  // namespace fenwick::train
