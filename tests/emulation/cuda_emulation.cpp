@@ -41,23 +41,32 @@ constexpr std::size_t stack_bytes = 256 * 1024;
 constexpr std::size_t guard_bytes = 256;
 constexpr int warp_size = 32;
 
-enum class State { ready, at_collective, at_barrier, done };
+enum class State { ready, at_collective, at_barrier, waiting, done };
 
 struct Copy {
     void* to;
     const void* from;
+    std::size_t bytes;
     bool valid;
+};
+// Copies that arrive at a barrier once they are complete.
+struct Arrival {
+    std::vector<Copy> copies;
+    Barrier* barrier;
 };
 struct Fiber {
     void* stack_pointer = nullptr;
     State state = State::done;
     Operation operation = nullptr;
     void* argument = nullptr;
+    const Barrier* barrier = nullptr;  // waited for: the end of the phase of this parity
+    int parity = 0;
     std::vector<Copy> copies;
     std::unique_ptr<unsigned char[]> stack;
 };
 
 std::vector<Fiber> fibers;
+std::vector<Arrival> arrivals;
 void* scheduler = nullptr;
 const std::function<void()>* body_of_kernel = nullptr;
 unsigned char* shared = nullptr;
@@ -88,11 +97,32 @@ void prepare(Fiber& fiber) {
     fiber.copies.clear();
 }
 
+bool phase_ended(const Barrier& barrier, int parity) { return static_cast<int>(barrier.phase % 2) != parity; }
+
+void complete(const std::vector<Copy>& copies) {
+    for (const Copy& copy : copies) {
+        if (copy.valid) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+        } else {
+            std::memset(copy.to, 0, copy.bytes);
+        }
+    }
+}
+void complete_arrival(std::size_t index) {
+    std::swap(arrivals[index], arrivals.back());
+    const Arrival last = std::move(arrivals.back());
+    arrivals.pop_back();
+    complete(last.copies);
+    arrive(last.barrier);
+}
+
 // Runs the ready threads of a warp up to their next stop; whether anything ran.
 bool advance(int warp) {
     Fiber* const lanes = &fibers[static_cast<std::size_t>(warp * warp_size)];
     bool ran = false, collective = false;
     for (int lane = 0; lane < warp_size; ++lane) {
+        if (lanes[lane].state == State::waiting && phase_ended(*lanes[lane].barrier, lanes[lane].parity))
+            lanes[lane].state = State::ready;
         if (lanes[lane].state == State::ready) {
             ran = true;
             thread = warp * warp_size + lane;
@@ -122,17 +152,25 @@ void run_block(std::mt19937& random, std::vector<int>& order) {
             const auto steps = 1 + random() % 20;  // how far this warp gets before the next one moves
             for (std::size_t i = 0; i < steps && advance(warp); ++i) progress = true;
         }
+        // In any order: the next ones may be there before these.
+        for (std::size_t n = arrivals.size(); n > 0 && random() % 8 != 0; --n) {
+            complete_arrival(random() % arrivals.size());
+            progress = true;
+        }
         std::size_t finished = 0, waiting = 0;
         for (std::size_t t = 0; t < count; ++t) {
             finished += fibers[t].state == State::done;
             waiting += fibers[t].state == State::at_barrier;
         }
-        if (finished == count) return;
+        if (finished == count) {
+            if (!arrivals.empty()) stop("a block ended before its copies");
+            return;
+        }
         if (waiting == count) {
             for (std::size_t t = 0; t < count; ++t) fibers[t].state = State::ready;
             progress = true;
         }
-        if (!progress) stop("deadlock: some threads wait at a barrier that others never reach");
+        if (!progress && arrivals.empty()) stop("deadlock: some threads wait at a barrier that others never reach");
     }
 }
 
@@ -150,22 +188,36 @@ void collective(Operation operation, void* argument) {
 
 unsigned char* shared_memory() { return shared; }
 
-void copy_async_16(void* to, const void* from, bool valid) {
-    if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0)
-        stop("cp.async of 16 bytes with an address that is no multiple of 16");
-    std::memset(to, 0xff, 16);
-    current().copies.push_back({to, from, valid});
+void copy_async(void* to, const void* from, std::size_t bytes, bool valid) {
+    if (reinterpret_cast<std::uintptr_t>(to) % bytes != 0 || reinterpret_cast<std::uintptr_t>(from) % bytes != 0)
+        stop("cp.async with an address that is no multiple of its size");
+    std::memset(to, 0xff, bytes);
+    current().copies.push_back({to, from, bytes, valid});
 }
 
 void finish_copies() {
-    for (const Copy& copy : current().copies) {
-        if (copy.valid) {
-            std::memcpy(copy.to, copy.from, 16);
-        } else {
-            std::memset(copy.to, 0, 16);
-        }
-    }
+    complete(current().copies);
     current().copies.clear();
+}
+
+void initialize(Barrier* barrier, int arrivals_of_phase) {
+    *barrier = {static_cast<std::uint16_t>(arrivals_of_phase), static_cast<std::uint16_t>(arrivals_of_phase), 0};
+}
+void arrive(Barrier* barrier) {
+    if (barrier->missing == 0) stop("an arrival at a barrier that was not initialized");
+    if (--barrier->missing > 0) return;
+    barrier->missing = barrier->arrivals;
+    ++barrier->phase;
+}
+void arrive_after_copies(Barrier* barrier) {
+    arrivals.push_back({std::move(current().copies), barrier});
+    current().copies.clear();
+}
+void wait(const Barrier* barrier, int parity) {
+    if (phase_ended(*barrier, parity)) return;
+    current().barrier = barrier;
+    current().parity = parity;
+    leave(State::waiting);
 }
 
 void mma_16x8x16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {

@@ -3,7 +3,8 @@
 // A kernel's .cu file is compiled as C++ with FENWICK_CUDA_EMULATION defined and this folder before all others on the
 // include path, which replaces cuda_runtime.h and cuda_bf16.h. Every thread of a block is a fiber; blocks run one after
 // another; warps advance in random order, so that a missing barrier shows. Shared memory starts as NaN and is guarded
-// against overruns; an asynchronous copy makes its target NaN at once and fills it when the thread waits for it.
+// against overruns; an asynchronous copy makes its target NaN at once and fills it when the thread waits for it, or before it arrives
+// at an mbarrier.
 // Emulated: what kernels/cuda/common.cuh and tile.cuh need, blocks of one dimension, whole warps. x86-64 only.
 #pragma once
 
@@ -101,7 +102,12 @@ void collective(Operation operation, void* argument);
 
 unsigned char* shared_memory();
 inline int thread_index() { return thread; }
-void copy_async_16(void* to, const void* from, bool valid);
+void copy_async(void* to, const void* from, std::size_t bytes, bool valid);
+inline void copy_async_16(void* to, const void* from, bool valid) { copy_async(to, from, 16, valid); }
+template <int Bytes>
+void copy_async(void* to, const void* from, bool valid) {
+    copy_async(to, from, Bytes, valid);
+}
 inline void commit_async() {}
 inline void prefetch(const void*) {}
 void finish_copies();
@@ -110,6 +116,18 @@ void wait_async() {
     static_assert(Pending == 0, "only a wait for all copies is emulated");
     finish_copies();
 }
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+// mbarrier as pipeline.cuh names it. Copies that arrive by themselves complete at a random time after the call.
+struct Barrier {
+    std::uint16_t arrivals, missing;
+    std::uint32_t phase;
+};
+void initialize(Barrier* barrier, int arrivals);
+void arrive(Barrier* barrier);
+void arrive_after_copies(Barrier* barrier);
+void wait(const Barrier* barrier, int parity);
 
 enum class Shuffle { exclusive_or, up, down };
 template <Shuffle kind, class T>
@@ -168,6 +186,9 @@ struct ThreadIndex {
 inline const emulation::ThreadIndex threadIdx{};
 inline dim3 &blockIdx = emulation::block_position, &blockDim = emulation::block_size, &gridDim = emulation::grid_size;
 inline void __syncthreads() { emulation::barrier(); }
+inline void __syncwarp() {
+    emulation::collective([](void* const*) {}, nullptr);
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int lanes) {
     return emulation::shuffle<emulation::Shuffle::exclusive_or>(value, lanes);

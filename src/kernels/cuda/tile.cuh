@@ -27,7 +27,9 @@ using bf16 = __nv_bfloat16;
 // ---- instructions ----------------------------------------------------------------------------------------------------
 #if defined(FENWICK_CUDA_EMULATION)
 using emulation::commit_async;
+using emulation::copy_async;
 using emulation::copy_async_16;
+using emulation::exp2_fast;
 using emulation::load_matrices;
 using emulation::mma_16x8x16;
 using emulation::prefetch;
@@ -54,11 +56,26 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from, bool v
     const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+// The same with 4 or 8 bytes.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(Bytes),
+                 "r"(valid ? Bytes : 0)
+                 : "memory");
+}
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all of this thread's copies but the last `Pending` groups.
 template <int Pending>
 __device__ __forceinline__ void wait_async() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// 2^x, about 2 units in the last place; 0 for results below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }
 
 // Asks for the line of `at` in the L2 cache.
@@ -89,6 +106,9 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const std::uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
+
+// The thread's place in its team of 128: blocks may hold several warpgroups.
+__device__ __forceinline__ int team_index() { return thread_index() % threads; }
 
 // ---- elements --------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -144,7 +164,7 @@ template <class T>
 __device__ __forceinline__ void load(T* to, const T* from, std::int64_t stride, int rows, int cols, bool vector) {
     constexpr int unit = 16 / sizeof(T);
     constexpr int units = edge / unit;
-    const int thread = thread_index();
+    const int thread = team_index();
     if (vector) {
 #pragma unroll
         for (int n = 0; n < edge * units / threads; ++n) {

@@ -16,7 +16,7 @@ using tile::mma_16x8x16;
 using tile::offset;
 using tile::pack;
 using tile::store_pair;
-using tile::thread_index;
+using tile::team_index;
 using tile::unpack;
 using tile::Unscaled;
 
@@ -96,7 +96,7 @@ struct Accumulator {
     // f(row, col, value(row, col), value(row, col + 1), local row), the values by reference.
     template <class F>
     __device__ __forceinline__ void for_pairs(F&& f) {
-        const int thread = thread_index(), lane = thread % 32;
+        const int thread = team_index(), lane = thread % 32;
         const int row = thread / 32 * 16 + lane / 4, col = lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -106,7 +106,7 @@ struct Accumulator {
     // The same with the values of another accumulator at the same place behind them.
     template <class F>
     __device__ __forceinline__ void for_pairs_with(Accumulator& other, F&& f) {
-        const int thread = thread_index(), lane = thread % 32;
+        const int thread = team_index(), lane = thread % 32;
         const int row = thread / 32 * 16 + lane / 4, col = lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -128,7 +128,7 @@ struct Accumulator {
             sum[2 * n + 1] = x[n][1] + x[n][3];
         }
         // Each step halves the columns a lane keeps and the lanes that share them.
-        const int lane = thread_index() % 32;
+        const int lane = team_index() % 32;
 #pragma unroll
         for (int step = 16; step >= 4; step /= 2) {
             const bool upper = (lane & step) != 0;
@@ -144,7 +144,7 @@ struct Accumulator {
 };
 
 // This thread's first row of an Accumulator.
-__device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int first_row() { return team_index() / 32 * 16 + team_index() % 32 / 4; }
 
 // Sums local-row values over the four threads that share the rows; all four receive the sum of all 64 columns.
 __device__ __forceinline__ void sum_over_columns(float (&rows)[2]) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void sum_over_columns(float (&rows)[2]) {
 // The A fragment of this warp's 16 rows at columns k .. k + 15, scaled.
 template <bool ATransposed, class Scale>
 __device__ __forceinline__ void load_a(std::uint32_t (&af)[4], const bf16* a, const Scale& scale, int k) {
-    const int thread = thread_index(), lane = thread % 32, base = thread / 32 * 16;
+    const int thread = team_index(), lane = thread % 32, base = thread / 32 * 16;
     const int matrix = lane / 8, line = lane % 8;
     if constexpr (ATransposed) {
         load_matrices<true>(af, a + offset<bf16>(k + matrix / 2 * 8 + line, base + matrix % 2 * 8));
@@ -181,7 +181,7 @@ template <bool ATransposed, bool BTransposed, class T, class Scale>
 __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b, Scale scale, int k_begin = 0,
                                          int k_end = edge) {
     if constexpr (std::is_same_v<T, float>) {
-        const int thread = thread_index(), lane = thread % 32;
+        const int thread = team_index(), lane = thread % 32;
         const int row = thread / 32 * 16 + lane / 4, col = lane % 4 * 2;
         for (int k = k_begin; k < k_end; k += 2) {
             float2 av[2];
@@ -242,7 +242,7 @@ __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b,
             wgmma_end(c.x);
         }
 #else
-        const int lane = thread_index() % 32, matrix = lane / 8, line = lane % 8;
+        const int lane = team_index() % 32, matrix = lane / 8, line = lane % 8;
 #pragma unroll
         for (int k = 0; k < edge; k += 16) {
             if (k < k_begin || k >= k_end) continue;
@@ -262,6 +262,54 @@ __device__ __forceinline__ void multiply(Accumulator& c, const T* a, const T* b,
         }
 #endif
     }
+}
+
+// ---- products with A in registers ------------------------------------------------------------------------------------
+// A[64, 16] of a product as this thread holds it: element e covers row (e % 2) * 8 and columns (e / 2) * 8 + {0, 1} from
+// the thread's first row and column 2 (lane % 4). Two neighbouring column blocks of an Accumulator have the same layout.
+struct alignas(16) Fragment {
+    std::uint32_t x[4];
+};
+// Columns 16 k .. 16 k + 15.
+__device__ __forceinline__ Fragment fragment_of(const Accumulator& c, int k) {
+    return {{pack(c.x[2 * k][0], c.x[2 * k][1]), pack(c.x[2 * k][2], c.x[2 * k][3]),
+             pack(c.x[2 * k + 1][0], c.x[2 * k + 1][1]), pack(c.x[2 * k + 1][2], c.x[2 * k + 1][3])}};
+}
+template <bool ATransposed>
+__device__ __forceinline__ Fragment load_fragment(const bf16* a, int k) {
+    Fragment f;
+    load_a<ATransposed>(f.x, a, Unscaled{}, k);
+    return f;
+}
+
+// c (+)= A B, A in 16 Steps columns of fragments, B as of `multiply` (Steps > 4: tiles one below the other, not transposed).
+template <bool BTransposed, bool Add, int Steps>
+__device__ __forceinline__ void multiply_fragments(Accumulator& c, const Fragment (&a)[Steps], const bf16* b) {
+    static_assert(!BTransposed || Steps <= edge / 16);
+    if constexpr (!Add) c.clear();
+#if defined(FENWICK_TILE_WGMMA)
+    wgmma_begin(c.x);
+#pragma unroll
+    for (int k = 0; k < Steps; ++k)
+        wgmma_64<!BTransposed>(c.x, a[k].x, wgmma_descriptor(b + (BTransposed ? k * 16 : k * 16 * edge)));
+    wgmma_end(c.x);
+#else
+    const int lane = team_index() % 32, matrix = lane / 8, line = lane % 8;
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            std::uint32_t bf[4];
+            if constexpr (BTransposed) {
+                load_matrices<false>(bf, b + offset<bf16>(n * 16 + matrix / 2 * 8 + line, k * 16 + matrix % 2 * 8));
+            } else {
+                load_matrices<true>(bf, b + offset<bf16>(k * 16 + matrix % 2 * 8 + line, n * 16 + matrix / 2 * 8));
+            }
+            mma_16x8x16(c.x[2 * n], a[k].x, bf[0], bf[1]);
+            mma_16x8x16(c.x[2 * n + 1], a[k].x, bf[2], bf[3]);
+        }
+    }
+#endif
 }
 
 }  // namespace fenwick::kernels::cuda::warpgroup
