@@ -1458,14 +1458,32 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                      p);
         launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
                      score_gradient_shared(sizeof(T)), p);
-        dispatch_key_tiles(p.key_tiles, [&](auto kt) {
-            constexpr int KT = kt();
-            const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
-            launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
-                         query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
-            launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)),
-                         p);
-        });
+        const auto general = [&] {
+            dispatch_key_tiles(p.key_tiles, [&](auto kt) {
+                constexpr int KT = kt();
+                const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
+                launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
+                             query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
+                launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)),
+                             p);
+            });
+        };
+        if constexpr (std::is_same_v<T, tile::bf16>) {
+            if (fits_pipelined(p) && p.value_tiles == 1 && p.wide_o) {
+                const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
+                dispatch_pipelined(p.key_tiles, [&](auto kt) {
+                    constexpr int KT = kt();
+                    launch_blocks(op, exec, pipelined_query_gradients<KT>, pairs, pipelined_threads,
+                                  pipelined_query_gradient_shared<KT>(p.levels), p);
+                    launch_blocks(op, exec, pipelined_key_gradients<KT>, pairs, pipelined_threads,
+                                  pipelined_key_gradient_shared<KT>(p.levels), p);
+                });
+            } else {
+                general();
+            }
+        } else {
+            general();
+        }
         const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
         launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * area * sizeof(T), p, p.key_tiles);
         launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * area * sizeof(T), p, p.key_tiles);

@@ -47,27 +47,29 @@ struct Pair {
     __device__ __forceinline__ std::int64_t token_of(int j) const { return token + j * edge; }
 };
 
-// What the tiles of a chunk need of one head: decays, and the level scales of `scale_tiles` tiles. Rows of level scales are
-// `stride` floats apart, an odd number: no bank conflicts. The linear operator has one level, of scale 1.
+// What the tiles of a chunk need of one head: decays, and the first `kept` level scales of `scale_tiles` tiles. Rows of level
+// scales are `stride` floats apart, an odd number: no bank conflicts. The linear operator has one level, of scale 1.
 struct HeadScalars {
     unsigned char* base;
-    int levels, stride;
+    int levels, kept, stride;
 
     template <class T>
-    __device__ __forceinline__ HeadScalars(const Problem<T>& p, void* at)
-        : base(static_cast<unsigned char*>(at)), levels(max(p.levels, 1)), stride(levels | 1) {}
-    static __host__ __device__ int bytes(int levels, int scale_tiles) {
-        const int scales = scale_tiles * edge * (max(levels, 1) | 1) * static_cast<int>(sizeof(float));
+    __device__ __forceinline__ HeadScalars(const Problem<T>& p, void* at, int most_levels)
+        : base(static_cast<unsigned char*>(at)), levels(max(p.levels, 1)), kept(min(levels, most_levels)), stride(kept | 1) {}
+    static __host__ __device__ int bytes(int levels, int most_levels, int scale_tiles) {
+        const int least = levels < 1 ? 1 : levels, kept = least < most_levels ? least : most_levels;
+        const int scales = scale_tiles * edge * (kept | 1) * static_cast<int>(sizeof(float));
         return (tiles_per_chunk * edge * static_cast<int>(sizeof(float)) +
-                (tiles_per_chunk + 32) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
+                (tiles_per_chunk + 1 + 32) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
     }
     __device__ __forceinline__ float* gamma(int j) const { return reinterpret_cast<float*>(base) + j * edge; }
     // Before tile j of the chunk.
     __device__ __forceinline__ double* start() const {
         return reinterpret_cast<double*>(base + tiles_per_chunk * edge * sizeof(float));
     }
+    __device__ __forceinline__ double* chunk_end() const { return start() + tiles_per_chunk; }
     // Up to the end of the n-th live bucket.
-    __device__ __forceinline__ double* bucket_end() const { return start() + tiles_per_chunk; }
+    __device__ __forceinline__ double* bucket_end() const { return chunk_end() + 1; }
     __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(bucket_end() + 32); }
 
     __device__ __forceinline__ double end(int j) const { return start()[j] + static_cast<double>(gamma(j)[edge - 1]); }
@@ -82,20 +84,21 @@ struct HeadScalars {
     template <class T>
     __device__ __forceinline__ void prepare(const Problem<T>& p, int scale_tiles) const {
         if (p.log_linear) return;
-        for (int n = threadIdx.x; n < scale_tiles * edge; n += pipelined_threads) scales()[n] = 1.0f;
+        for (int n = threadIdx.x; n < scale_tiles * edge; n += blockDim.x) scales()[n] = 1.0f;
     }
-    // Copies of the producer: gamma and start of tiles [tile_first, tile_last] of the chunk, ends of `live` buckets, scales of
-    // the tokens of tiles [scale_first, scale_last].
+    // Copies of the producer: gamma and start of tiles [first, last] of the chunk, its end, ends of `live` buckets, scales of the
+    // tokens of tiles [scale_first, last].
     template <class T>
-    __device__ __forceinline__ void load(const Problem<T>& p, const Pair& pair, int h, int tile_first, int tile_last, int live,
-                                         int scale_first, int scale_last) const {
+    __device__ __forceinline__ void load(const Problem<T>& p, const Pair& pair, int h, int first, int last, int live,
+                                         int scale_first) const {
         const int thread = tile::team_index();
-        for (int x = tile_first * edge + thread * 4; x < (tile_last + 1) * edge; x += threads * 4)
+        for (int x = first * edge + thread * 4; x < (last + 1) * edge; x += threads * 4)
             tile::copy_async_16(gamma(0) + x, p.gamma + p.at(pair.slot.tile + x / edge, h) * edge + x % edge, true);
         if (thread < tiles_per_chunk) {
-            const int j = thread;
-            if (j >= tile_first && j <= tile_last)
-                tile::copy_async<8>(start() + j, p.start + p.at(pair.slot.tile + j, h), true);
+            if (thread >= first && thread <= last)
+                tile::copy_async<8>(start() + thread, p.start + p.at(pair.slot.tile + thread, h), true);
+        } else if (thread == tiles_per_chunk) {
+            tile::copy_async<8>(chunk_end(), p.chunk_end + p.at(pair.slot_id, h), true);
         } else if (thread >= 32 && thread < 32 + live) {
             const int n = thread - 32;
             tile::copy_async<8>(bucket_end() + n,
@@ -103,13 +106,13 @@ struct HeadScalars {
         }
         if (!p.log_linear) return;
         // 16 threads a token.
-        const int rows = (scale_last - scale_first) * edge + pair.rows(scale_last), all = (scale_last - scale_first + 1) * edge;
+        const int rows = (last - scale_first) * edge + pair.rows(last), all = (last - scale_first + 1) * edge;
         const std::int64_t step = static_cast<std::int64_t>(threads / 16) * p.heads * p.levels;
         int row = thread / 16;
         const float* from = p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels;
         float* to = scales() + row * stride;
         for (; row < all; row += threads / 16, from += step, to += threads / 16 * stride)
-            for (int l = thread % 16; l < levels; l += 16)
+            for (int l = thread % 16; l < kept; l += 16)
                 tile::copy_async<4>(to + l, row < rows ? from + l : p.level_scales, row < rows);
     }
 };
@@ -182,7 +185,7 @@ constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 a
 
 template <int KT>
 std::size_t pipelined_output_shared(int levels) {
-    return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(levels, consumers) +
+    return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) +
            sizeof(Ring<output_stages>) + sizeof(Ring<2>);
 }
 
@@ -198,10 +201,10 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
     bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
     Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * output_stages * area);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(strip) + output_strip * area * sizeof(bf16);
-    const int scalar_bytes = HeadScalars::bytes(p.levels, consumers);
+    const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
     auto& ring = *reinterpret_cast<Ring<output_stages>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
-    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes); };
+    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
@@ -223,7 +226,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
         for (int j = 0; j <= last; ++j) fetch_keys(j, false);
         for (int h = range.first; h < range.first + range.count; ++h) {
             head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, 0, last, live, pair.first, last);
+            head_at(head_position.stage).load(p, pair, h, 0, last, live, pair.first);
             head_ring.commit(head_position);
             for (int j = 0; j <= last; j += 2) {
                 ring.acquire(at);
@@ -319,6 +322,380 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
         store_clipped(acc, p.o + pair.token_of(i) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
                       pair.rows(i), p.value_width - vt * edge, p.paired_o);
     }
+}
+
+// ---- backward (V <= 64) ----------------------------------------------------------------------------------------------
+
+// Writes what the two halves of a product with 64-wide accumulators left: one float32 tile each.
+template <int KT>
+__device__ __forceinline__ void store_parts(Accumulator (&total)[KT], float* out) {
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) store_clipped(total[kt], out + kt * area, edge, edge, edge, true);
+}
+
+constexpr int query_gradient_stages = 8;
+
+template <int KT>
+std::size_t pipelined_query_gradient_shared(int levels) {
+    return (2 * query_gradient_stages + consumers * KT) * area * sizeof(bf16) +
+           2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) + sizeof(Ring<query_gradient_stages>) +
+           sizeof(Ring<2>);
+}
+
+// query_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
+// Order of the stages: q of the tiles; then for every head do of the tiles, in one stage, and the states of the live buckets.
+template <int KT>
+__global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradients(Problem<bf16> p) {
+    const Pair pair(p);
+    if (pair.count == 0) return;
+    const HeadRange range = head_range(p);
+    const int live = live_count(p, pair.slot.index), last = pair.first + pair.count - 1;
+    const int heads = live > 0 ? range.count : 0;
+    bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
+    Fragment* const all_queries = reinterpret_cast<Fragment*>(stages + 2 * query_gradient_stages * area);
+    unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_queries) + consumers * KT * area * sizeof(bf16);
+    const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
+    auto& ring = *reinterpret_cast<Ring<query_gradient_stages>*>(scalars + 2 * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
+    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
+    if (threadIdx.x == 0) {
+        ring.initialize(pair.count * threads / 32);
+        head_ring.initialize(pair.count * threads / 32);
+    }
+    __syncthreads();
+
+    Position<query_gradient_stages> at;
+    Position<2> head_position;
+    const int self = warpgroup_index();
+    if (self == consumers) {
+        for (int j = pair.first; j <= last && heads > 0; ++j) {
+            ring.acquire(at);
+            for (int kt = 0; kt < KT; ++kt)
+                load_keys(p, stages + (2 * at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group, kt);
+            ring.commit(at);
+        }
+        for (int h = range.first; h < range.first + heads; ++h) {
+            head_ring.acquire(head_position);
+            head_at(head_position.stage).load(p, pair, h, pair.first, last, live, pair.first);
+            head_ring.commit(head_position);
+            ring.acquire(at);
+            for (int x = 0; x < pair.count; ++x)
+                load_output_grad(p, stages + (2 * at.stage + x) * area, pair.token_of(pair.first + x),
+                                 pair.rows(pair.first + x), h, 0);
+            ring.commit(at);
+            for (int n = 0; n < live; ++n) {
+                ring.acquire(at);
+                const int bucket = pair.slot_id - live_bucket(p, pair.slot.index, n).back;
+                for (int kt = 0; kt < KT; ++kt)
+                    load_state(p, stages + (2 * at.stage + kt) * area, p.states, bucket, h, kt, 0);
+                ring.commit(at);
+            }
+        }
+        return;
+    }
+    if (self >= pair.count) return;
+
+    const int i = pair.first + self, tile_id = pair.slot.tile + i, t = warpgroup::first_row(), row = self * edge + t;
+    Fragment* const queries = all_queries + self * KT * tile_steps * threads;
+    for (int x = 0; x < pair.count && heads > 0; ++x) {
+        ring.wait(at);
+        if (x == self) {
+#pragma unroll
+            for (int k = 0; k < KT * tile_steps; ++k)
+                own_fragment(queries, k) =
+                    load_fragment<false>(stages + (2 * at.stage + k / tile_steps) * area, k % tile_steps * 16);
+        }
+        ring.release(at);
+    }
+    Accumulator total[KT];
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) total[kt].clear();
+    for (int h = range.first; h < range.first + heads; ++h) {
+        head_ring.wait(head_position);
+        const HeadScalars head = head_at(head_position.stage);
+        const double start = head.start()[i];
+        const float into[2] = {exp2_fast(head.gamma(i)[t] * log2_e), exp2_fast(head.gamma(i)[t + 8] * log2_e)};
+        Fragment grad[tile_steps];
+        ring.wait(at);
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k)
+            grad[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
+        ring.release(at);
+        for (int n = 0; n < live; ++n) {
+            const int level = live_bucket(p, pair.slot.index, n).level;
+            const float between = HeadScalars::decay(head.bucket_end()[n], start);
+            const float decay[2] = {into[0] * between, into[1] * between};
+            const float factor[2] = {head.scale(row, level) * decay[0], head.scale(row + 8, level) * decay[1]};
+            float sums[2] = {0, 0};
+            ring.wait(at);
+#pragma unroll
+            for (int kt = 0; kt < KT; ++kt) {
+                Accumulator part;  // do S'
+                multiply_fragments<true, false>(part, grad, stages + (2 * at.stage + kt) * area);
+                if (kt == KT - 1) ring.release(at);
+#pragma unroll
+                for (int k = 0; k < tile_steps; ++k) {
+                    const Fragment query = own_fragment(queries, kt * tile_steps + k);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const float2 q = tile::unpack(query.x[e]);
+                        const int block = 2 * k + e / 2, r = e % 2;
+                        const float a = part.x[block][2 * r], b = part.x[block][2 * r + 1];
+                        sums[r] += a * q.x + b * q.y;
+                        total[kt].x[block][2 * r] += factor[r] * a;
+                        total[kt].x[block][2 * r + 1] += factor[r] * b;
+                    }
+                }
+            }
+            warpgroup::sum_over_columns(sums);
+            if (tile::team_index() % 4 == 0) {
+                float* const to = p.dscales_at(tile_id, h, level);
+                to[t] = t < pair.rows(i) ? sums[0] * decay[0] : 0.0f;
+                to[t + 8] = t + 8 < pair.rows(i) ? sums[1] * decay[1] : 0.0f;
+            }
+        }
+        head_ring.release(head_position);
+    }
+    store_parts(total, p.dq_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area);
+}
+
+constexpr int key_gradient_stages = 5;
+constexpr int key_gradient_strip = 7;  // score tiles of the two warpgroups: 4 and 3 at most
+
+template <int KT>
+std::size_t pipelined_key_gradient_shared(int levels) {
+    return (2 * key_gradient_stages + key_gradient_strip + consumers * KT) * area * sizeof(bf16) +
+           2 * HeadScalars::bytes(levels, chunk_levels, tiles_per_chunk) + sizeof(Ring<key_gradient_stages>) + sizeof(Ring<2>);
+}
+
+// k q' x (level mask and decay) of a tile with itself, t >= s; rows of level scales from `row` on.
+__device__ __forceinline__ void mask_readers(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma, int row,
+                                             Fragment* scores) {
+    const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
+    const int s = warp * 16 + lane / 4, column = lane % 4 * 2;
+    const float start[2] = {gamma[s] * log2_e, gamma[s + 8] * log2_e};
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k) {
+        if (k < warp) {
+            a[k] = {{0, 0, 0, 0}};
+            continue;
+        }
+        a[k] = own_fragment(scores, k);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = k * 16 + half * 8 + column;
+            const float2 end = tile::load_pair(gamma + t);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                std::uint32_t& pair = a[k].x[half * 2 + r];
+                const float2 x = tile::unpack(pair);
+                const float decay_a = exp2_fast(end.x * log2_e - start[r]), decay_b = exp2_fast(end.y * log2_e - start[r]);
+                if (k == warp && half < r) {
+                    pair = 0;
+                } else if (k == warp && half == r) {
+                    const float scale_a = head.scale(row + t, bits_of(lane / 4 ^ column));
+                    const float scale_b = head.scale(row + t + 1, bits_of(lane / 4 ^ (column + 1)));
+                    pair = tile::pack(column >= lane / 4 ? x.x * scale_a * decay_a : 0.0f,
+                                      column + 1 >= lane / 4 ? x.y * scale_b * decay_b : 0.0f);
+                } else {
+                    const int level = 3 + bits_of((2 * warp + r) ^ (2 * k + half));
+                    pair = tile::pack(x.x * head.scale(row + t, level) * decay_a,
+                                      x.y * head.scale(row + t + 1, level) * decay_b);
+                }
+            }
+        }
+    }
+}
+
+// key_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
+// Order of the stages: k of the tiles, q of the chunk's tiles from them on; then for every head v of the tiles, the gradient of
+// the chunk's state, and do of the chunk's tiles from them on, two a stage.
+template <int KT>
+__global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(Problem<bf16> p) {
+    const Pair pair(p);
+    if (pair.count == 0) return;
+    const HeadRange range = head_range(p);
+    const int last = pair.slot.tiles - 1;
+    bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
+    Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * key_gradient_stages * area);
+    Fragment* const all_keys = strip + key_gradient_strip * tile_steps * threads;
+    unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_keys) + consumers * KT * area * sizeof(bf16);
+    const int scalar_bytes = HeadScalars::bytes(p.levels, chunk_levels, tiles_per_chunk);
+    auto& ring = *reinterpret_cast<Ring<key_gradient_stages>*>(scalars + 2 * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, chunk_levels); };
+    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, tiles_per_chunk);
+    if (threadIdx.x == 0) {
+        ring.initialize(pair.count * threads / 32);
+        head_ring.initialize(pair.count * threads / 32);
+    }
+    __syncthreads();
+
+    Position<key_gradient_stages> at;
+    Position<2> head_position;
+    const int self = warpgroup_index();
+    if (self == consumers) {
+        const auto fetch_keys = [&](int j, bool queries) {
+            ring.acquire(at);
+            for (int kt = 0; kt < KT; ++kt)
+                load_keys(p, stages + (2 * at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
+            ring.commit(at);
+        };
+        for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, false);
+        for (int m = pair.first; m <= last; ++m) fetch_keys(m, true);
+        for (int h = range.first; h < range.first + range.count; ++h) {
+            head_ring.acquire(head_position);
+            head_at(head_position.stage).load(p, pair, h, pair.first, last, 0, pair.first);
+            head_ring.commit(head_position);
+            ring.acquire(at);
+            for (int x = 0; x < pair.count; ++x)
+                load_values(p, stages + (2 * at.stage + x) * area, pair.token_of(pair.first + x), pair.rows(pair.first + x), h,
+                            0);
+            ring.commit(at);
+            ring.acquire(at);
+            for (int kt = 0; kt < KT; ++kt)
+                load_state(p, stages + (2 * at.stage + kt) * area, p.dstates, pair.slot_id, h, kt, 0);
+            ring.commit(at);
+            for (int m = pair.first; m <= last; m += 2) {
+                ring.acquire(at);
+                for (int x = m; x <= min(m + 1, last); ++x)
+                    load_output_grad(p, stages + (2 * at.stage + x - m) * area, pair.token_of(x), pair.rows(x), h, 0);
+                ring.commit(at);
+            }
+        }
+        return;
+    }
+    if (self >= pair.count) return;
+
+    const int j = pair.first + self, tile_id = pair.slot.tile + j, s = warpgroup::first_row();
+    const int lane = tile::team_index() % 32, column = lane % 4 * 2;
+    Fragment* const scores = strip + self * 4 * tile_steps * threads;
+    Fragment* const keys = all_keys + self * KT * tile_steps * threads;
+    for (int x = 0; x < pair.count; ++x) {
+        ring.wait(at);
+        if (x == self) {
+#pragma unroll
+            for (int k = 0; k < KT * tile_steps; ++k)
+                own_fragment(keys, k) =
+                    load_fragment<false>(stages + (2 * at.stage + k / tile_steps) * area, k % tile_steps * 16);
+        }
+        ring.release(at);
+    }
+    for (int m = pair.first; m <= last; ++m) {
+        ring.wait(at);
+        if (m >= j) {
+            Accumulator acc;
+            acc.clear();
+#pragma unroll
+            for (int kt = 0; kt < KT; ++kt) {
+                Fragment a[tile_steps];
+#pragma unroll
+                for (int k = 0; k < tile_steps; ++k) a[k] = own_fragment(keys, kt * tile_steps + k);
+                multiply_fragments<true, true>(acc, a, stages + (2 * at.stage + kt) * area);
+            }
+#pragma unroll
+            for (int k = 0; k < tile_steps; ++k) own_fragment(scores, (m - j) * tile_steps + k) = fragment_of(acc, k);
+        }
+        ring.release(at);
+    }
+
+    Accumulator total[KT];
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) total[kt].clear();
+    for (int h = range.first; h < range.first + range.count; ++h) {
+        head_ring.wait(head_position);
+        const HeadScalars head = head_at(head_position.stage);
+        const float* const gamma = head.gamma(j);
+        const double end = head.end(j);
+        const float tile_end = gamma[edge - 1];
+        const float to_end[2] = {exp2_fast((tile_end - gamma[s]) * log2_e), exp2_fast((tile_end - gamma[s + 8]) * log2_e)};
+        // Decay from the tile's end to the chunk's: the chunk's state is taken there.
+        const float rest = HeadScalars::decay(end, head.chunk_end()[0]);
+        Fragment value[tile_steps];
+        ring.wait(at);
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k)
+            value[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
+        ring.release(at);
+
+        Accumulator acc;
+        ring.wait(at);
+        {
+            Fragment a[KT * tile_steps];
+#pragma unroll
+            for (int k = 0; k < KT * tile_steps; ++k) a[k] = own_fragment(keys, k);
+            multiply_fragments<false, false>(acc, a, stages + 2 * at.stage * area);
+        }
+        float sums[2] = {0, 0};
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int block = 2 * k + e / 2, r = e % 2;
+                const float2 v = tile::unpack(value[k].x[e]);
+                float& a = acc.x[block][2 * r];
+                float& b = acc.x[block][2 * r + 1];
+                a *= rest;
+                b *= rest;
+                sums[r] += v.x * a + v.y * b;
+                const float weight = to_end[r] * rest;
+                value[k].x[e] = tile::pack(v.x * weight, v.y * weight);
+            }
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt) multiply_fragments<true, true>(total[kt], value, stages + (2 * at.stage + kt) * area);
+        ring.release(at);
+        warpgroup::sum_over_columns(sums);
+        if (lane % 4 == 0) {
+            p.given_far[p.at(tile_id, h) * edge + s] = sums[0] * to_end[0];
+            p.given_far[p.at(tile_id, h) * edge + s + 8] = sums[1] * to_end[1];
+        }
+
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int block = 0; block < 8; ++block) {
+                acc.x[block][2 * r] *= to_end[r];
+                acc.x[block][2 * r + 1] *= to_end[r];
+            }
+        for (int m = pair.first; m <= last; ++m) {
+            if ((m - pair.first) % 2 == 0) ring.wait(at);
+            if (m >= j) {
+                Fragment a[tile_steps];
+                Fragment* const its = scores + (m - j) * tile_steps * threads;
+                if (m == j) {
+                    mask_readers(a, head, gamma, self * edge, its);
+                } else {
+                    const int level = tile_bits + bits_of(j ^ m);
+                    const float between = HeadScalars::decay(end, head.start()[m]);
+                    const float factor[2] = {to_end[0] * between, to_end[1] * between};
+#pragma unroll
+                    for (int k = 0; k < tile_steps; ++k) {
+                        a[k] = own_fragment(its, k);
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const int t = k * 16 + half * 8 + column, row = (m - pair.first) * edge + t;
+                            const float2 into = tile::load_pair(head.gamma(m) + t);
+                            const float weight_a = head.scale(row, level) * exp2_fast(into.x * log2_e);
+                            const float weight_b = head.scale(row + 1, level) * exp2_fast(into.y * log2_e);
+#pragma unroll
+                            for (int r = 0; r < 2; ++r) {
+                                std::uint32_t& both = a[k].x[half * 2 + r];
+                                const float2 x = tile::unpack(both);
+                                both = tile::pack(x.x * (factor[r] * weight_a), x.y * (factor[r] * weight_b));
+                            }
+                        }
+                    }
+                }
+                multiply_fragments<false, true>(acc, a, stages + (2 * at.stage + (m - pair.first) % 2) * area);
+            }
+            if ((m - pair.first) % 2 == 1 || m == last) ring.release(at);
+        }
+        head_ring.release(head_position);
+        store_clipped(acc, p.dv + pair.token_of(j) * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width, p.dv_stride,
+                      pair.rows(j), p.value_width, p.paired_dv);
+    }
+    store_parts(total, p.dk_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area);
 }
 
 }  // namespace fenwick::kernels::cuda::ssd_scan
