@@ -236,6 +236,15 @@ std::int64_t TokenCorpus::document_offset(std::int64_t index) const {
     return self.tokens[shard] + self.shard(shard)->document_offsets()[static_cast<std::size_t>(index - self.documents[shard])];
 }
 
+std::int64_t TokenCorpus::document_at(std::int64_t offset) const {
+    Implementation& self = *implementation_;
+    FENWICK_CHECK(offset >= 0 && offset < info().num_tokens, "{}: token {} is asked for; the corpus has {}", info().path, offset,
+                  info().num_tokens);
+    const std::size_t index = Implementation::holder(self.tokens, offset);
+    const auto file = self.shard(index);
+    return self.documents[index] + static_cast<std::int64_t>(Implementation::holder(file->document_offsets(), offset - self.tokens[index]));
+}
+
 std::vector<std::int64_t> TokenCorpus::document_offsets() const {
     const Implementation& self = *implementation_;
     std::vector<std::int64_t> offsets;

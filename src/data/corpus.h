@@ -50,6 +50,8 @@ public:
     void read(std::int64_t offset, std::int64_t count, std::int32_t* out) const;
     // Where document `index` of the whole begins, in tokens; of num_documents: num_tokens.
     std::int64_t document_offset(std::int64_t index) const;
+    // The document that holds token `offset` of the whole, which has one.
+    std::int64_t document_at(std::int64_t offset) const;
     // All of them: num_documents + 1, eight bytes each.
     std::vector<std::int64_t> document_offsets() const;
     std::vector<TokenSource> sources() const;
