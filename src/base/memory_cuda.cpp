@@ -2,6 +2,7 @@
 // training step of fixed shape asks the driver for nothing after the first step.
 #include "base/memory_cuda.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
@@ -16,12 +17,13 @@ constexpr int max_devices = 64;
 
 struct DeviceState {
     std::once_flag once;
-    cudaStream_t stream = nullptr;
+    cudaStream_t stream = nullptr;   // of all work
+    cudaStream_t uploads = nullptr;  // of copies from page-locked memory that run beside it
 };
 
-// Makes `device` the calling thread's current one and returns its stream, made at first use and never destroyed:
+// Makes `device` the calling thread's current one and returns its streams, made at first use and never destroyed:
 // static Buffers may be released after main.
-cudaStream_t enter(int device) {
+const DeviceState& enter_state(int device) {
     static auto* states = new std::array<DeviceState, max_devices>;
     FENWICK_CHECK(device >= 0 && device < cuda_device_count() && device < max_devices,
                   "[cuda] there is no device cuda:{}; this process sees {}", device, cuda_device_count());
@@ -37,9 +39,11 @@ cudaStream_t enter(int device) {
         std::uint64_t threshold = std::numeric_limits<std::uint64_t>::max();
         FENWICK_CUDA_CHECK(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
         FENWICK_CUDA_CHECK(cudaStreamCreateWithFlags(&state.stream, cudaStreamNonBlocking));
+        FENWICK_CUDA_CHECK(cudaStreamCreateWithFlags(&state.uploads, cudaStreamNonBlocking));
     });
-    return state.stream;
+    return state;
 }
+cudaStream_t enter(int device) { return enter_state(device).stream; }
 
 // Small uploads go through pinned memory, slot after slot, so that the host neither waits for the GPU nor has to keep its
 // buffer: a training step queues its batches without a stop. A slot is taken again when its last copy is done.
@@ -172,6 +176,33 @@ double cuda_event_seconds(void* from, void* to) {
     float milliseconds = 0;
     FENWICK_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to)));
     return 1e-3 * static_cast<double>(milliseconds);
+}
+
+void cuda_event_wait(void* event) { FENWICK_CUDA_CHECK(cudaEventSynchronize(static_cast<cudaEvent_t>(event))); }
+void cuda_event_wait_noexcept(void* event) noexcept { (void)cudaEventSynchronize(static_cast<cudaEvent_t>(event)); }
+
+void* cuda_allocate_host(int device, std::size_t bytes) {
+    (void)enter(device);
+    void* data = nullptr;
+    if (cudaHostAlloc(&data, std::max<std::size_t>(bytes, 1), cudaHostAllocPortable) != cudaSuccess) {
+        (void)cudaGetLastError();
+        fail("[cuda] {} bytes of page-locked host memory cannot be had; lower data.prefetch", bytes);
+    }
+    return data;
+}
+
+void cuda_release_host(void* data) noexcept { (void)cudaFreeHost(data); }
+
+void cuda_upload(int device, void* to, const void* from, std::size_t bytes, void* begin, void* done) {
+    const cudaStream_t uploads = enter_state(device).uploads;
+    FENWICK_CUDA_CHECK(cudaStreamWaitEvent(uploads, static_cast<cudaEvent_t>(begin)));
+    FENWICK_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, uploads));
+    FENWICK_CUDA_CHECK(cudaEventRecord(static_cast<cudaEvent_t>(done), uploads));
+}
+
+void cuda_stream_wait(int device, void* event) {
+    const cudaStream_t stream = enter(device);
+    FENWICK_CUDA_CHECK(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event)));
 }
 
 void cuda_synchronize(int device) {

@@ -26,7 +26,14 @@ void* cuda_event_create(int device);
 void cuda_event_destroy(void* event) noexcept;
 void cuda_event_record(int device, void* event);
 double cuda_event_seconds(void* from, void* to);  // waits for `to`
+void cuda_event_wait(void* event);                // until what was queued before its last record is done; at once if none
+void cuda_event_wait_noexcept(void* event) noexcept;
 void cuda_synchronize(int device);                // waits for all work queued on this GPU's stream
+// Page-locked host memory, and copies from it on a second stream: after `begin` (an event) has come; `done` marks their end.
+void* cuda_allocate_host(int device, std::size_t bytes);
+void cuda_release_host(void* data) noexcept;
+void cuda_upload(int device, void* to, const void* from, std::size_t bytes, void* begin, void* done);
+void cuda_stream_wait(int device, void* event);   // work queued on this GPU's stream from here on begins after `event`
 }  // namespace detail
 
 }  // namespace fenwick

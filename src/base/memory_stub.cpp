@@ -21,7 +21,13 @@ void* cuda_event_create(int) { no_cuda(); }
 void cuda_event_destroy(void*) noexcept {}
 void cuda_event_record(int, void*) { no_cuda(); }
 double cuda_event_seconds(void*, void*) { no_cuda(); }
+void cuda_event_wait(void*) { no_cuda(); }
+void cuda_event_wait_noexcept(void*) noexcept {}
 void cuda_synchronize(int) { no_cuda(); }
+void* cuda_allocate_host(int, std::size_t) { no_cuda(); }
+void cuda_release_host(void*) noexcept {}
+void cuda_upload(int, void*, const void*, std::size_t, void*, void*) { no_cuda(); }
+void cuda_stream_wait(int, void*) { no_cuda(); }
 }  // namespace detail
 
 }  // namespace fenwick
