@@ -272,11 +272,11 @@ struct StepCommand {
 void run_step(const StepCommand& command) {
     if (!command.json.empty()) check_output(command.json, {command.config});
     train::RunConfig config = train::load_config(command.config, command.overrides);
-    if (config.model.vocab_size == 0 && std::filesystem::exists(config.data.train.front()))
-        config.model.vocab_size = data::TokenFile(config.data.train.front()).info().vocab_size;
+    if (config.model.vocab_size == 0 && std::filesystem::exists(config.data.train.front().path))
+        config.model.vocab_size = data::TokenFile(config.data.train.front().path).info().vocab_size;
     FENWICK_CHECK(config.model.vocab_size > 0,
                   "{} leaves the vocabulary to {}, which is not there; --set model.vocab_size=32000 would do", command.config,
-                  config.data.train.front());
+                  config.data.train.front().path);
     train::resolve_for_processes(config, 1);
     const Device device = train::device_for(config.train, 0);
     const std::int64_t length = config.data.sequence_length, micro = config.train.micro_batch;

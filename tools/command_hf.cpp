@@ -74,7 +74,7 @@ void run_import(const ImportCommand& command, bool quiet) {
     train::RunConfig config;
     config.model = imported.config();
     config.run_dir = fs::path(command.output).replace_extension().string();
-    config.data.train = {command.folder};
+    config.data.train = {{command.folder}};
     config.data.sequence_length = command.sequence_length;
     config.train.steps = 1;
     const train::CheckpointHeader header = {

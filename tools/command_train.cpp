@@ -47,6 +47,11 @@ public:
                      start.device_name.empty() ? "CPU" : start.device_name.c_str(), count_text(start.flops_per_token).c_str(),
                      start.peak_flops > 0 ? fmt::format(", peak {}/s in bfloat16", count_text(start.peak_flops)).c_str() : "",
                      memory_text(start.memory.bytes).c_str());
+        const auto corpora = config.data.train.size();
+        std::fprintf(stderr, "data: %s targets an epoch%s, rows filled to %.1f%%\n",
+                     count_text(static_cast<double>(start.tokens_per_epoch)).c_str(),
+                     config.data.train.front().weight > 0 && corpora > 1 ? fmt::format(" of {} corpora, mixed", corpora).c_str() : "",
+                     100 * start.fill);
         if (!start.resumed_from.empty())
             std::fprintf(stderr, "resumed from %s at step %lld\n", start.resumed_from.c_str(),
                          static_cast<long long>(start.first_step - 1));

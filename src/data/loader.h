@@ -1,4 +1,4 @@
-// From token files to batches. The whole state is a few numbers.
+// From token files to batches: a run's rows, each a pure function of its number.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,30 @@
 
 namespace fenwick::data {
 
-struct LoaderOptions {
-    std::vector<std::string> files;         // token files with one tokenizer
-    std::int64_t sequence_length = 0;       // T
-    std::int64_t rows = 0;                  // rows of a global batch (all processes, all accumulation steps)
-    std::uint64_t seed = 0;
-    bool shuffle = true;                    // rows of an epoch in an order drawn from (seed, epoch)
+// What a run draws from, and how much of it.
+struct WeightedCorpus {
+    std::string path;   // token file, or folder of shards
+    double weight = 0;  // share of the tokens drawn, relative to the others' weights; 0: no weight was given
+    friend bool operator==(const WeightedCorpus&, const WeightedCorpus&) = default;
 };
 
-// Where the loader stands; all it needs to continue exactly.
+// How tokens become rows of T.
+enum class Packing : std::uint8_t {
+    stream,         // all documents one after another, cut every T tokens; a row is one sequence
+    masked_stream,  // the same rows; each document in a row is a sequence of its own
+    documents,      // whole documents packed into rows (document_packing.h), each a sequence of its own
+};
+
+struct LoaderOptions {
+    // One tokenizer for all. Without weights they are read as one corpus; with weights (all or none have one) as many.
+    std::vector<WeightedCorpus> corpora;
+    std::int64_t sequence_length = 0;  // T
+    Packing packing = Packing::stream;
+    std::uint64_t seed = 0;
+    bool shuffle = true;  // rows of an epoch in an order drawn from (seed, epoch)
+};
+
+// Where a run stands in its data; all it needs to continue exactly.
 struct LoaderState {
     std::int64_t epoch = 0;
     std::int64_t row = 0;  // rows of this epoch already given out
@@ -24,37 +39,52 @@ struct LoaderState {
 };
 
 // `rows` rows of `length` tokens with their next tokens. targets[r, t] is the token after inputs[r, t]; -100 where there
-// is none (the tail of an epoch).
+// is none. Sequences (cu_seqlens) are tokens [offsets[i], offsets[i + 1]) of the flattened inputs; the first input of a
+// document is the end-of-document token before it.
 struct Batch {
     std::int64_t rows = 0, length = 0;
     std::vector<std::int32_t> inputs, targets;  // [rows, length]
-    std::int64_t valid_targets = 0;             // of these rows
+    std::vector<std::int64_t> offsets;          // [sequences + 1], rising from 0 to rows * length
+    std::int64_t valid_targets = 0;             // that are not -100
 };
 
-// Cuts the stream of all tokens (the files one after the other) into rows of T + 1 overlapping by one, so that every
-// token of an epoch is a target exactly once (the first excepted); the last row of an epoch is filled with ignored targets.
-// A global batch that reaches the end of an epoch goes on with the first rows of the next: no row is left out. Which rows
-// a batch holds depends on the state, the seed and options.rows alone. For one thread at a time.
+// An endless sequence of rows. Row n, for n = 0, 1, ..., depends on the options and the files alone: not on who reads it, in
+// which order, or in what portions, so that processes and threads share a run by sharing out row numbers, and the state of a
+// run is how many rows it has had.
+//
+// stream, masked_stream: the stream of all tokens is cut into rows of T + 1 overlapping by one, so that every token is a
+// target once an epoch (the first excepted); the last row of an epoch is filled up with ignored targets.
+// documents: every token is a target once an epoch; the first of a document is predicted from an end-of-document token, as
+// evaluation does it; space that no document fits is a sequence of ignored targets.
+//
+// Without weights an epoch is every row of the corpus once, and the next row after an epoch is the first of the next one.
+// With weights, the rows of all corpora are interleaved evenly so that each has its share of the tokens, and every corpus
+// goes through epochs of its own.
+//
+// Thread-safe.
 class Loader {
 public:
-    // Throws Error: a bad file, files of different tokenizers, fewer than 2 tokens in all.
+    // Throws Error: a bad file, files of different tokenizers, too few tokens, weights that are not all given or all absent.
     explicit Loader(const LoaderOptions& options);
     ~Loader();
+    Loader(Loader&&) noexcept;
 
-    std::int64_t rows_per_epoch() const;
-    std::int64_t tokens_per_epoch() const;  // targets of an epoch: all tokens but the first
+    std::int64_t sequence_length() const;
+    std::int64_t rows_per_epoch() const;    // with weights: rows of all corpora together
+    std::int64_t tokens_per_epoch() const;  // targets in them
+    double fill() const;                    // share of an epoch's targets that are tokens
     std::int64_t vocab_size() const;
     std::string tokenizer_identity() const;
 
-    const LoaderState& state() const;
-    void seek(const LoaderState& state);  // throws Error when the epoch has no such row
+    // Rows [first, first + count) of the run.
+    Batch read(std::int64_t first, std::int64_t count) const;
+    std::int64_t valid_targets(std::int64_t first, std::int64_t count) const;  // in these rows, without reading tokens
 
-    // Rows [first, first + count) of the next global batch (of options.rows rows), which several processes or
-    // accumulation steps share; does not move the state.
-    Batch peek(std::int64_t first, std::int64_t count);
-    // Valid targets of the whole next global batch: what a mean loss is normalised by.
-    std::int64_t valid_targets();
-    void advance();  // to the next global batch
+    // What a checkpoint stores for a run that has had `rows` rows, and back. Throws Error when the epoch has no such row.
+    LoaderState state_after(std::int64_t rows) const;
+    std::int64_t rows_before(const LoaderState& state) const;
+    // Epochs of each weighted corpus (of all as one, without weights) that so many rows are.
+    std::vector<double> epochs_after(std::int64_t rows) const;
 
 private:
     struct Implementation;

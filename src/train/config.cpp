@@ -20,7 +20,7 @@ namespace {
 // ---- the table -------------------------------------------------------------------------------------------------------
 
 // A key's value as the table sees it. Enumerations appear as their names.
-using Value = std::variant<std::int64_t, double, bool, std::string, std::vector<std::string>>;
+using Value = std::variant<std::int64_t, double, bool, std::string, std::vector<data::WeightedCorpus>>;
 
 constexpr double any = std::numeric_limits<double>::infinity();
 
@@ -48,7 +48,7 @@ std::string type_name() {
     if constexpr (std::is_same_v<T, double>) return "number";
     if constexpr (std::is_same_v<T, bool>) return "true or false";
     if constexpr (std::is_same_v<T, std::string>) return "text";
-    if constexpr (std::is_same_v<T, std::vector<std::string>>) return "list of texts";
+    if constexpr (std::is_same_v<T, std::vector<data::WeightedCorpus>>) return "corpora";
     return "?";
 }
 
@@ -119,6 +119,7 @@ constexpr double max_steps = 1e12, max_tokens = 1e15;
 #define FIELD(path) [](auto& config) -> auto& { return config.path; }
 
 const std::vector<Section>& table() {
+    using data::Packing;
     using model::ModelType;
     using model::Recompute;
     static const std::vector<Section> sections = {
@@ -162,9 +163,21 @@ const std::vector<Section>& table() {
             between(16, 256, key("chunk_size", FIELD(model.chunk_size), "tokens of a chunk, a power of two; speed only")),
         }},
         {"data", "What it is trained on: token files made by `fenwick tokenize`.", {
-            required(key("train", FIELD(data.train), "token files of the training text; one name may stand without a list")),
-            key("valid", FIELD(data.valid), "token file of the validation text; empty: no validation"),
+            required(key("train", FIELD(data.train),
+                         "the training text: a token file or corpus folder; or a list of these, read as one; or a list of "
+                         "`{path: FILE, weight: NUMBER}`, which are mixed: each has a share of the tokens drawn that is proportional "
+                         "to its weight, and goes through epochs of its own")),
+            key("valid", FIELD(data.valid), "token file or corpus folder of the validation text; empty: no validation"),
             required(between(1, max_batch_tokens, key("sequence_length", FIELD(data.sequence_length), "tokens of a row"))),
+            choice("packing", FIELD(data.packing),
+                   std::vector<std::pair<std::string, Packing>>{{"stream", Packing::stream},
+                                                                {"masked_stream", Packing::masked_stream},
+                                                                {"documents", Packing::documents}},
+                   "how documents become rows. stream: one after another, cut every sequence_length tokens, a row is one sequence; "
+                   "masked_stream: the same rows, but no token sees another document; documents: rows are packed with whole "
+                   "documents (longer ones are cut), none of which sees another. Validation does the same"),
+            between(0, 1024, key("prefetch", FIELD(data.prefetch),
+                                 "micro-batches that a thread of its own prepares while the step runs; 0: none. Never changes results")),
         }},
         {"optimizer", "AdamW with decoupled weight decay.", {
             above(0, key("learning_rate", FIELD(optimizer.learning_rate), "highest learning rate")),
@@ -275,7 +288,7 @@ std::string number(double value) { return fmt::format("{}", value); }
 // What would be right: "a whole number of at least 1 is needed".
 std::string needed(const Key& key) {
     if (!key.choices.empty()) return fmt::format("one of {} is needed", fmt::join(key.choices, ", "));
-    if (key.type == "list of texts") return "a file name or a list of file names is needed";
+    if (key.type == "corpora") return "a file name, a list of file names, or a list of {path: FILE, weight: NUMBER} is needed";
     if (key.type == "text" || key.type == "true or false") return key.type + " is needed";
     std::string range;
     if (key.low != -any && key.high != any)
@@ -306,26 +319,54 @@ std::string shown(const YAML::Node& node) {
     return node.IsSequence() ? "a list" : node.IsMap() ? "a mapping" : "empty";
 }
 
+// One entry of a list of corpora: a file name, or {path, weight}.
+data::WeightedCorpus read_corpus(const Key& key, const std::string& name, const YAML::Node& node, const Source& source) {
+    const std::string at = source.at(node.Mark());
+    if (node.IsScalar() && node.Scalar().empty()) fail("{}: {} holds an empty name; {}", at, name, needed(key));
+    if (node.IsScalar()) return {node.Scalar()};
+    if (!node.IsMap()) fail("{}: {} holds {}; {}", at, name, shown(node), needed(key));
+    data::WeightedCorpus corpus;
+    for (const auto& entry : node) {
+        const std::string field = entry.first.IsScalar() ? entry.first.Scalar() : "";
+        const std::string text = entry.second.IsScalar() ? entry.second.Scalar() : "";
+        if (field == "path") {
+            if (text.empty()) fail("{}: a path in {} is {}; a file name is needed", at, name, shown(entry.second));
+            corpus.path = text;
+        } else if (field == "weight") {
+            if (!parse_number(text, corpus.weight) || !std::isfinite(corpus.weight) || corpus.weight <= 0)
+                fail("{}: a weight in {} is {}; a number above 0 is needed", at, name, shown(entry.second));
+        } else {
+            fail("{}: {} holds the key {}; path and weight are needed", at, name, shown(entry.first));
+        }
+    }
+    if (corpus.path.empty() || corpus.weight == 0)
+        fail("{}: an entry of {} has no {}; {}", at, name, corpus.path.empty() ? "path" : "weight", needed(key));
+    return corpus;
+}
+
+std::vector<data::WeightedCorpus> read_corpora(const Key& key, const std::string& name, const YAML::Node& node, const std::string& at,
+                                               const Source& source) {
+    std::vector<data::WeightedCorpus> corpora;
+    for (const auto& item : node) {
+        corpora.push_back(read_corpus(key, name, item, source));
+        if ((corpora.front().weight > 0) != (corpora.back().weight > 0))
+            fail("{}: {} gives some files a weight and some none; give it to all or to none", source.at(item.Mark()), name);
+    }
+    if (corpora.empty()) fail("{}: {} is an empty list; {}", at, name, needed(key));
+    return corpora;
+}
+
 // `at`: file and line of the key, for errors.
 Value read_value(const Key& key, const std::string& name, const YAML::Node& node, const std::string& at, const Source& source) {
     const auto wrong = [&] { fail("{}: {} is {}; {}", at, name, shown(node), needed(key)); };
-    if (key.type == "list of texts" && node.IsSequence()) {
-        std::vector<std::string> values;
-        for (const auto& item : node) {
-            if (item.IsScalar() && item.Scalar().empty()) fail("{}: {} holds an empty name; {}", source.at(item.Mark()), name, needed(key));
-            if (!item.IsScalar()) fail("{}: {} holds {}; {}", source.at(item.Mark()), name, shown(item), needed(key));
-            values.push_back(item.Scalar());
-        }
-        if (values.empty()) fail("{}: {} is an empty list; {}", at, name, needed(key));
-        return values;
-    }
+    if (key.type == "corpora" && node.IsSequence()) return read_corpora(key, name, node, at, source);
     const bool text = key.type == "text";
     if (!node.IsScalar() && !(text && node.IsNull())) wrong();
     const std::string scalar = node.IsScalar() ? node.Scalar() : "";
     if (text && !key.required) return scalar;
     if (scalar.empty()) fail("{}: {} is empty; {}", at, name, needed(key));
     if (text) return scalar;
-    if (key.type == "list of texts") return std::vector<std::string>{scalar};
+    if (key.type == "corpora") return std::vector<data::WeightedCorpus>{{scalar}};
     if (key.type == "choice") {
         if (std::find(key.choices.begin(), key.choices.end(), scalar) == key.choices.end()) wrong();
         return scalar;
@@ -536,7 +577,9 @@ std::string text_of(const Value& value) {
     if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
     if (const auto* text = std::get_if<std::string>(&value)) return quoted(*text);
     std::vector<std::string> items;
-    for (const auto& item : std::get<std::vector<std::string>>(value)) items.push_back(quoted(item));
+    for (const auto& corpus : std::get<std::vector<data::WeightedCorpus>>(value))
+        items.push_back(corpus.weight > 0 ? fmt::format("{{path: {}, weight: {}}}", quoted(corpus.path), number(corpus.weight))
+                                          : quoted(corpus.path));
     return fmt::format("[{}]", fmt::join(items, ", "));
 }
 

@@ -11,15 +11,18 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "data/loader.h"
 #include "model/language_model.h"
 #include "model/model_config.h"
 
 namespace fenwick::train {
 
 struct DataConfig {
-    std::vector<std::string> train;    // token files
-    std::string valid;                 // token file; "": no validation
+    std::vector<data::WeightedCorpus> train;
+    std::string valid;                 // token file or folder; "": no validation
     std::int64_t sequence_length = 0;  // T
+    data::Packing packing = data::Packing::stream;
+    std::int64_t prefetch = 2;         // micro-batches prepared ahead; 0: none
 };
 
 struct OptimizerConfig {

@@ -11,9 +11,10 @@
 #include "base/log.h"
 #include "base/memory_cuda.h"
 #include "base/parallel.h"
+#include "data/corpus.h"
 #include "data/loader.h"
-#include "data/token_file.h"
 #include "model/costs.h"
+#include "train/batch_feed.h"
 #include "train/checkpoint.h"
 #include "train/optimizer.h"
 #include "train/schedule.h"
@@ -56,11 +57,10 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-data::LoaderOptions loader_options(const std::vector<std::string>& files, const RunConfig& config, std::int64_t rows,
-                                   bool shuffle) {
-    return {.files = files,
+data::LoaderOptions loader_options(std::vector<data::WeightedCorpus> corpora, const RunConfig& config, bool shuffle) {
+    return {.corpora = std::move(corpora),
             .sequence_length = config.data.sequence_length,
-            .rows = rows,
+            .packing = config.data.packing,
             .seed = static_cast<std::uint64_t>(config.train.seed),
             .shuffle = shuffle};
 }
@@ -89,7 +89,7 @@ public:
     Trainer(RunConfig config, Communicator& communicator, Observer& observer)
         : config_(std::move(config)), communicator_(communicator), observer_(observer),
           device_(device_for(config_.train, communicator.local_rank())),
-          loader_(loader_options(config_.data.train, config_, config_.train.batch_size, true)) {
+          loader_(loader_options(config_.data.train, config_, true)) {
         adopt_tokenizer();
         config_.model.validate();
         model_.emplace(config_.model, device_, config_.weight_dtype(), config_.train.dtype);
@@ -105,11 +105,10 @@ public:
             if (const auto peaks = peaks_of(device_name_)) peak_flops_ = peaks->bfloat16_flops * communicator_.size();
         }
         if (!config_.data.valid.empty()) {
-            const std::int64_t rows = config_.train.micro_batch * communicator_.size();
-            validation_.emplace(loader_options({config_.data.valid}, config_, rows, false));
+            validation_.emplace(loader_options({{config_.data.valid}}, config_, false));
             FENWICK_CHECK(validation_->tokenizer_identity() == tokenizer_.identity,
                           "{}: its tokenizer is not that of {}; tokenize both with the same one", config_.data.valid,
-                          config_.data.train.front());
+                          config_.data.train.front().path);
         }
     }
 
@@ -125,9 +124,13 @@ public:
         if (communicator_.is_root())
             observer_.on_start({.config = config_, .first_step = step_ + 1, .resumed_from = resumed_from,
                                 .parameter_count = model_->parameter_count(), .tokens_per_epoch = loader_.tokens_per_epoch(),
+                                .fill = loader_.fill(),
                                 .flops_per_token = flops_per_token_, .device = device_, .device_name = device_name_,
                                 .peak_flops = peak_flops_, .processes = communicator_.size(), .memory = memory_stats(device_.type)});
 
+        feed_.emplace(loader_, BatchFeedOptions{.device = device_, .batch_rows = config_.train.batch_size,
+                                                .first = communicator_.rank() * share_of_batch(), .share = share_of_batch(),
+                                                .micro_rows = config_.train.micro_batch, .prefetch = config_.data.prefetch}, rows_);
         SignalScope signals;
         const auto& train = config_.train;
         int signal = 0;  // that asked for the end
@@ -159,12 +162,12 @@ private:
     std::string checkpoints() const { return config_.run_dir + "/checkpoints"; }
 
     void adopt_tokenizer() {
-        const data::TokenFile file(config_.data.train.front());
-        tokenizer_ = {file.info().tokenizer_kind, file.info().tokenizer_identity, file.tokenizer_definition()};
+        const data::TokenCorpus corpus(config_.data.train.front().path);
+        tokenizer_ = {corpus.info().tokenizer_kind, corpus.info().tokenizer_identity, corpus.tokenizer_definition()};
         if (config_.model.vocab_size == 0) config_.model.vocab_size = loader_.vocab_size();
         FENWICK_CHECK(config_.model.vocab_size >= loader_.vocab_size(),
                       "model.vocab_size is {}, but {} has token ids up to {}; use at least {}, or 0 to take it from there",
-                      config_.model.vocab_size, config_.data.train.front(), loader_.vocab_size() - 1, loader_.vocab_size());
+                      config_.model.vocab_size, config_.data.train.front().path, loader_.vocab_size() - 1, loader_.vocab_size());
     }
 
     // Makes the folder or continues in it; returns the checkpoint resumed from, or "".
@@ -222,22 +225,22 @@ private:
         const CheckpointHeader header = read_checkpoint_header(path);
         check_same_model(path, header, config_);
         FENWICK_CHECK(header.tokenizer.identity == tokenizer_.identity, "{}: its tokenizer is not that of {}", path,
-                      config_.data.train.front());
+                      config_.data.train.front().path);
         if (communicator_.is_root())
             for (const auto& difference : differences(parse_config(header.config, path), config_, ""))
-                if (difference.key != "run_dir" && difference.key != "train.num_threads")
+                if (difference.key != "run_dir" && difference.key != "train.num_threads" && difference.key != "data.prefetch")
                     spdlog::warn("{} was {} when {} was written, now it is {}", difference.key, difference.theirs, path,
                                  difference.ours);
         load_checkpoint(path, *optimizer_);
         step_ = header.step;
         tokens_ = header.tokens;
-        loader_.seek(header.loader);
+        rows_ = loader_.rows_before(header.loader);
     }
 
     void save() {
         if (communicator_.is_root()) {
             const std::string path = checkpoint_path(checkpoints(), step_);
-            save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state(), .config = to_yaml(config_),
+            save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state_after(rows_), .config = to_yaml(config_),
                                    .tokenizer = tokenizer_}, *optimizer_);
             rotate_checkpoints(checkpoints(), step_, config_.train.keep_checkpoints);
             observer_.on_checkpoint(step_, path);
@@ -245,33 +248,29 @@ private:
         communicator_.barrier();
     }
 
-    Tensor on_device(const std::vector<std::int32_t>& values, const data::Batch& batch) const {
-        return Tensor::from(values, {batch.rows, batch.length}, device_);
-    }
+    std::int64_t share_of_batch() const { return config_.train.batch_size / communicator_.size(); }
 
     // Forward and backward over this rank's rows of the global batch, reduction, one update.
     // `signal`: one that any rank got, or 0.
     StepReport update(int& signal) {
         const auto& train = config_.train;
-        const std::int64_t share = train.batch_size / communicator_.size(), first = communicator_.rank() * share;
-        const std::int64_t valid = loader_.valid_targets();  // of all ranks and accumulation steps: the mean is over these
         optimizer_->zero_gradients();
         std::vector<Tensor> losses;
-        for (std::int64_t row = first; row < first + share; row += train.micro_batch) {
-            const data::Batch batch = loader_.peek(row, train.micro_batch);
+        std::int64_t valid = 0;  // of all ranks and accumulation steps
+        for (std::int64_t rows = 0; rows < share_of_batch(); rows += train.micro_batch) {
+            const MicroBatch& batch = feed_->next();
+            valid = batch.step_targets;
             if (batch.valid_targets == 0) continue;
             Tape tape;
             Variable loss;
             {
                 Recording recording(tape);
-                loss = model_->loss(on_device(batch.inputs, batch), on_device(batch.targets, batch),
-                                    SequenceLayout::uniform(batch.rows, batch.length),
-                                    static_cast<double>(std::max<std::int64_t>(valid, 1))).loss;
+                loss = model_->loss(batch.inputs, batch.targets, batch.layout, static_cast<double>(valid)).loss;
             }
             tape.backward(loss);
             losses.push_back(loss.value());
         }
-        loader_.advance();
+        rows_ += train.batch_size;
 
         communicator_.all_reduce_sum(optimizer_->gradients());
         // The only place of a step where the host waits for a GPU.
@@ -303,19 +302,18 @@ private:
         const std::int64_t length = config_.data.sequence_length, micro = config_.train.micro_batch;
         const std::int64_t wanted = (config_.train.validate_tokens + length - 1) / length;
         const std::int64_t rows = std::min(validation_->rows_per_epoch(), wanted > 0 ? wanted : validation_->rows_per_epoch());
-        validation_->seek({});
         std::vector<double> sums{0.0, 0.0};  // negative log-likelihood, targets
         for (std::int64_t base = 0; base < rows; base += micro * communicator_.size()) {
             const std::int64_t first = communicator_.rank() * micro;
             const std::int64_t count = std::min(micro, rows - base - first);
             if (count > 0) {
-                const data::Batch batch = validation_->peek(first, count);
-                const auto result = model_->loss(on_device(batch.inputs, batch), on_device(batch.targets, batch),
-                                                 SequenceLayout::uniform(batch.rows, batch.length), 1.0);
+                const data::Batch batch = validation_->read(base + first, count);
+                const Shape shape{batch.rows, batch.length};
+                const auto result = model_->loss(Tensor::from(batch.inputs, shape, device_), Tensor::from(batch.targets, shape, device_),
+                                                 SequenceLayout::packed(batch.offsets), 1.0);
                 for (const double nll : result.token_nll.to_vector<double>()) sums[0] += nll;
                 sums[1] += static_cast<double>(batch.valid_targets);
             }
-            validation_->advance();
             if (communicator_.is_root()) observer_.on_validation(std::min(base + micro * communicator_.size(), rows), rows);
         }
         reduce(communicator_, sums);
@@ -329,6 +327,7 @@ private:
     FileLock lock_;
     data::Loader loader_;
     std::optional<data::Loader> validation_;
+    std::optional<BatchFeed> feed_;
     TokenizerInfo tokenizer_;
     std::optional<model::LanguageModel> model_;
     std::optional<Optimizer> optimizer_;
@@ -338,6 +337,7 @@ private:
     double flops_per_token_ = 0, peak_flops_ = 0;
     std::int64_t step_ = 0;    // updates done, or the one in progress
     std::int64_t tokens_ = 0;  // targets trained on
+    std::int64_t rows_ = 0;    // rows that the loader has given
 };
 
 }  // namespace

@@ -15,7 +15,8 @@ struct StartReport {
     std::int64_t first_step = 1;    // > 1 for a resumed run
     std::string resumed_from;       // checkpoint, or ""
     std::int64_t parameter_count = 0;
-    std::int64_t tokens_per_epoch = 0;
+    std::int64_t tokens_per_epoch = 0;  // of all corpora together
+    double fill = 1;                // share of the rows' targets that are tokens
     double flops_per_token = 0;     // forward and backward; with tokens/s the speed that MFU is a share of
     Device device;
     std::string device_name;        // "NVIDIA H200"; "" for the CPU

@@ -5,11 +5,13 @@
 
 #include <filesystem>
 #include <thread>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/files.h"
 #include "base/random.h"
 #include "base/sha256.h"
+#include "data/loader.h"
 #include "support/temporary_folder.h"
 
 namespace fenwick::data {
@@ -82,6 +84,10 @@ TEST_F(Corpus, ShardsReadAsOneFile) {
         EXPECT_EQ(corpus->document_offsets(), file.document_offsets());
         for (std::int64_t d = 0; d <= 51; ++d)
             EXPECT_EQ(corpus->document_offset(d), file.document_offsets()[static_cast<std::size_t>(d)]);
+        for (std::int64_t d = 0; d < 51; ++d) {
+            EXPECT_EQ(corpus->document_at(corpus->document_offset(d)), d);
+            EXPECT_EQ(corpus->document_at(corpus->document_offset(d + 1) - 1), d);
+        }
         ASSERT_EQ(corpus->sources().size(), 1u);
         EXPECT_EQ(corpus->sources()[0].name, "a.txt");
         EXPECT_EQ(corpus->tokenizer()->kind(), "bytes");
@@ -132,6 +138,19 @@ TEST_F(Corpus, MoreShardsThanStayOpen) {
     }
     EXPECT_LE(open_files() - before, 64);
     shards.verify();
+}
+
+// Rows do not show where the shards are cut.
+TEST_F(Corpus, ShardsTrainAsOneFile) {
+    write({3, 1, 40, 7});
+    for (const Packing packing : {Packing::stream, Packing::masked_stream, Packing::documents}) {
+        const auto rows = [&](const std::string& path) {
+            const Loader loader({.corpora = {{path}}, .sequence_length = 500, .packing = packing, .seed = 2});
+            const Batch batch = loader.read(0, loader.rows_per_epoch() + 3);
+            return std::tuple(batch.inputs, batch.targets, batch.offsets);
+        };
+        EXPECT_EQ(rows(folder_), rows(file_));
+    }
 }
 
 TEST_F(Corpus, SaysWhatIsWrong) {

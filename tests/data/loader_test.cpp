@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
 #include <numeric>
+#include <optional>
 
 #include "base/random.h"
 #include "data/token_file.h"
@@ -16,160 +19,396 @@ namespace {
 using test::error_of;
 using testing::HasSubstr;
 
-// A token file whose tokens (the last excepted, which ends the document) are `tokens`.
-void write_tokens(const std::string& path, const std::vector<std::int32_t>& tokens) {
-    TokenFileWriter writer(path, *open_tokenizer("bytes"));
-    writer.append(tokens.data(), static_cast<std::int64_t>(tokens.size()));
-    writer.end_document(static_cast<std::int64_t>(tokens.size()), 1);
+// Ids of its own for every token of a test: 0 ends a document.
+struct Numbers final : Tokenizer {
+    std::string kind() const override { return "numbers"; }
+    std::int64_t vocab_size() const override { return 1 << 20; }
+    std::int32_t end_of_document() const override { return 0; }
+    void encode(std::string_view, std::vector<std::int32_t>&) const override {}
+    std::string decode(const std::int32_t*, std::int64_t) const override { return ""; }
+    std::string definition() const override { return name; }
+    bool splits_at_newlines() const override { return false; }
+    std::string name;
+};
+
+using Tokens = std::vector<std::int32_t>;
+using Documents = std::vector<Tokens>;
+
+// Documents of these lengths, their marks included; ids count from `first`.
+Documents documents_of(const std::vector<std::int64_t>& lengths, std::int32_t first) {
+    Documents documents;
+    for (const std::int64_t length : lengths) {
+        documents.emplace_back(static_cast<std::size_t>(length), 0);
+        std::iota(documents.back().begin(), documents.back().end() - 1, first);
+        first += static_cast<std::int32_t>(length - 1);
+    }
+    return documents;
+}
+
+void write(const std::string& path, const Documents& documents, const Tokenizer& tokenizer = Numbers()) {
+    TokenFileWriter writer(path, tokenizer);
+    for (const auto& document : documents) {
+        writer.append(document.data(), static_cast<std::int64_t>(document.size()) - 1);
+        writer.end_document(static_cast<std::int64_t>(document.size()), 1);
+    }
     writer.finish();
 }
 
-// Tokens that tell their place: pairs (place / 256, place % 256) would need two, so places below 256 only.
-std::vector<std::int32_t> places(std::int64_t begin, std::int64_t end) {
-    std::vector<std::int32_t> values(static_cast<std::size_t>(end - begin));
-    std::iota(values.begin(), values.end(), static_cast<std::int32_t>(begin));
-    return values;
+// Many single tokens, many documents longer than a row.
+std::vector<std::int64_t> random_lengths(std::int64_t count, std::int64_t row_length, std::uint64_t seed) {
+    Random random(seed);
+    std::vector<std::int64_t> lengths;
+    for (std::int64_t i = 0; i < count; ++i)
+        lengths.push_back(random.below(3) == 0 ? 1
+                                               : 1 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(
+                                                         random.below(2) == 0 ? row_length + 1 : 4 * row_length))));
+    return lengths;
+}
+
+// What one corpus must give in an epoch: every target with the token before it.
+std::vector<std::pair<std::int32_t, std::int32_t>> pairs_of(const Documents& documents, Packing packing) {
+    std::vector<std::pair<std::int32_t, std::int32_t>> pairs;
+    std::int32_t before = 0;
+    for (const auto& document : documents)
+        for (const auto token : document) {
+            pairs.emplace_back(before, token);
+            before = token;
+        }
+    if (packing != Packing::documents) pairs.erase(pairs.begin());
+    std::sort(pairs.begin(), pairs.end());
+    return pairs;
+}
+
+std::vector<std::pair<std::int32_t, std::int32_t>> pairs_of(const Batch& batch) {
+    std::vector<std::pair<std::int32_t, std::int32_t>> pairs;
+    for (std::size_t i = 0; i < batch.targets.size(); ++i)
+        if (batch.targets[i] != -100) pairs.emplace_back(batch.inputs[i], batch.targets[i]);
+    EXPECT_EQ(static_cast<std::int64_t>(pairs.size()), batch.valid_targets);
+    return pairs;
+}
+
+bool operator==(const Batch& a, const Batch& b) {
+    return a.rows == b.rows && a.length == b.length && a.inputs == b.inputs && a.targets == b.targets && a.offsets == b.offsets &&
+           a.valid_targets == b.valid_targets;
+}
+
+// One batch of all rows of several.
+Batch joined(const std::vector<Batch>& parts) {
+    Batch whole = parts.front();
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+        const Batch& part = parts[i];
+        for (std::size_t s = 1; s < part.offsets.size(); ++s) whole.offsets.push_back(whole.rows * whole.length + part.offsets[s]);
+        whole.inputs.insert(whole.inputs.end(), part.inputs.begin(), part.inputs.end());
+        whole.targets.insert(whole.targets.end(), part.targets.begin(), part.targets.end());
+        whole.rows += part.rows;
+        whole.valid_targets += part.valid_targets;
+    }
+    return whole;
 }
 
 struct Case {
-    std::int64_t tokens, length, rows;
+    Packing packing;
+    std::int64_t length;  // of a row
+    std::vector<std::int64_t> documents;
+    std::size_t files;
 };
+
+std::vector<Case> cases() {
+    std::vector<Case> all;
+    for (const Packing packing : {Packing::stream, Packing::masked_stream, Packing::documents}) {
+        for (const std::int64_t length : {1, 2, 8, 33, 300}) {
+            all.push_back({packing, length, {2}, 1});
+            all.push_back({packing, length, {1, 1}, 2});
+            all.push_back({packing, length, std::vector<std::int64_t>(40, 1), 3});
+            all.push_back({packing, length, {3 * length}, 1});
+            all.push_back({packing, length, {length, length + 1, 2 * length + 1}, 2});
+            for (const std::uint64_t seed : {1, 2}) all.push_back({packing, length, random_lengths(60, length, seed), 1 + seed});
+        }
+        all.push_back({packing, 64, {64}, 1});
+    }
+    return all;
+}
 
 class LoaderCases : public testing::TestWithParam<Case> {
 protected:
-    // Two files, 0 ... n - 3, 256 and n - 2, 256 among them: split at a third.
-    LoaderOptions options(std::uint64_t seed = 7, bool shuffle = true) {
-        const auto [tokens, length, rows] = GetParam();
-        const std::int64_t split = std::max<std::int64_t>(tokens / 3, 1);
-        write_tokens(folder_ / "a.h5", places(0, split - 1));
-        write_tokens(folder_ / "b.h5", places(split, tokens - 1));
-        return {{folder_ / "a.h5", folder_ / "b.h5"}, length, rows, seed, shuffle};
+    static void SetUpTestSuite() { folder_ = new test::TemporaryFolder; }
+    static void TearDownTestSuite() {
+        delete folder_;
+        folder_ = nullptr;
+        written_.clear();
     }
-    // The stream that options() makes.
-    std::vector<std::int32_t> stream() const {
-        const std::int64_t tokens = GetParam().tokens, split = std::max<std::int64_t>(tokens / 3, 1);
-        auto values = places(0, tokens);
-        values[static_cast<std::size_t>(split - 1)] = values.back() = 256;
-        return values;
+    void SetUp() override {
+        const auto& [packing, length, lengths, files] = GetParam();
+        documents_ = documents_of(lengths, 1);
+        // Files are synced to the disk when they are written, so that cases share them.
+        auto& paths = written_[{lengths, files}];
+        const std::string name = std::to_string(written_.size());
+        const std::size_t count = documents_.size();
+        for (std::size_t i = paths.size(); i < files; ++i) {
+            paths.push_back(*folder_ / (name + "_" + std::to_string(i) + ".h5"));
+            write(paths.back(), {documents_.begin() + static_cast<std::ptrdiff_t>(i * count / files),
+                                 documents_.begin() + static_cast<std::ptrdiff_t>((i + 1) * count / files)});
+        }
+        for (const auto& path : paths) options_.corpora.push_back({path, 0});
+        options_.packing = packing;
+        options_.sequence_length = length;
+        options_.seed = 7;
     }
-    test::TemporaryFolder folder_;
+    static inline test::TemporaryFolder* folder_ = nullptr;
+    static inline std::map<std::pair<std::vector<std::int64_t>, std::size_t>, std::vector<std::string>> written_;
+    Documents documents_;
+    LoaderOptions options_;
 };
 
-INSTANTIATE_TEST_SUITE_P(, LoaderCases,
-                         testing::Values(Case{2, 1, 1}, Case{2, 5, 3}, Case{3, 1, 2}, Case{65, 8, 3}, Case{66, 8, 3}, Case{64, 8, 3},
-                                         Case{200, 7, 4}, Case{201, 16, 100}, Case{250, 1, 13}, Case{250, 249, 2}, Case{250, 300, 1}));
-
-// The rows of `batches` global batches, one after the other: (inputs, targets) of a row each.
-std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>> rows_of(Loader& loader, std::int64_t global_rows,
-                                                                                      std::int64_t batches, std::int64_t part) {
-    std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>> rows;
-    for (std::int64_t b = 0; b < batches; ++b) {
-        std::int64_t valid = 0;
-        for (std::int64_t first = 0; first < global_rows; first += part) {
-            const Batch batch = loader.peek(first, std::min(part, global_rows - first));
-            valid += batch.valid_targets;
-            for (std::int64_t r = 0; r < batch.rows; ++r)
-                rows.push_back({{batch.inputs.begin() + r * batch.length, batch.inputs.begin() + (r + 1) * batch.length},
-                                {batch.targets.begin() + r * batch.length, batch.targets.begin() + (r + 1) * batch.length}});
-        }
-        EXPECT_EQ(valid, loader.valid_targets());
-        loader.advance();
-    }
-    return rows;
-}
+INSTANTIATE_TEST_SUITE_P(, LoaderCases, testing::ValuesIn(cases()));
 
 TEST_P(LoaderCases, EveryTokenIsATargetOncePerEpoch) {
-    const auto [tokens, length, global_rows] = GetParam();
-    const auto all = stream();
+    const auto expected = pairs_of(documents_, GetParam().packing);
     for (const bool shuffle : {false, true}) {
-        Loader loader(options(7, shuffle));
-        EXPECT_EQ(loader.tokens_per_epoch(), tokens - 1);
-        const std::int64_t per_epoch = loader.rows_per_epoch();
-        ASSERT_EQ(per_epoch, (tokens - 1 + length - 1) / length);
-        const std::int64_t epochs = 3, batches = (epochs * per_epoch + global_rows - 1) / global_rows;
-        const auto rows = rows_of(loader, global_rows, batches, global_rows);
-        for (std::int64_t epoch = 0; epoch < epochs; ++epoch) {
-            std::vector<std::int32_t> pairs_found, pairs_expected;  // input and target as one number
-            for (std::int64_t r = 0; r < per_epoch; ++r) {
-                const auto& [inputs, targets] = rows[static_cast<std::size_t>(epoch * per_epoch + r)];
-                for (std::size_t t = 0; t < inputs.size(); ++t) {
-                    EXPECT_GE(inputs[t], 0);
-                    EXPECT_LE(inputs[t], 256);
-                    if (targets[t] != -100) pairs_found.push_back(inputs[t] * 1000 + targets[t]);
-                    if (t > 0 && targets[t] != -100) {
-                        EXPECT_EQ(inputs[t], targets[t - 1]);
-                    }
-                }
-                if (!shuffle) {
-                    EXPECT_EQ(inputs[0], all[static_cast<std::size_t>(r * length)]);
-                }
-            }
-            for (std::size_t i = 1; i < all.size(); ++i) pairs_expected.push_back(all[i - 1] * 1000 + all[i]);
-            std::sort(pairs_found.begin(), pairs_found.end());
-            std::sort(pairs_expected.begin(), pairs_expected.end());
-            EXPECT_EQ(pairs_found, pairs_expected) << "epoch " << epoch;
+        options_.shuffle = shuffle;
+        const Loader loader(options_);
+        EXPECT_EQ(loader.tokens_per_epoch(), static_cast<std::int64_t>(expected.size()));
+        const std::int64_t rows = loader.rows_per_epoch();
+        EXPECT_DOUBLE_EQ(loader.fill(), static_cast<double>(expected.size()) / static_cast<double>(rows * GetParam().length));
+        for (const std::int64_t epoch : {0, 1, 5}) {
+            auto found = pairs_of(loader.read(epoch * rows, rows));
+            EXPECT_EQ(loader.valid_targets(epoch * rows, rows), static_cast<std::int64_t>(found.size()));
+            std::sort(found.begin(), found.end());
+            EXPECT_EQ(found, expected) << "epoch " << epoch;
         }
     }
 }
 
-TEST_P(LoaderCases, OrderDoesNotDependOnHowABatchIsShared) {
-    const auto given = options();
-    Loader whole(given);
-    const std::int64_t batches = 2 * whole.rows_per_epoch() / given.rows + 2;
-    const auto expected = rows_of(whole, given.rows, batches, given.rows);
-    for (const std::int64_t part : {1, 2, 3}) {
-        Loader loader(given);
-        EXPECT_EQ(rows_of(loader, given.rows, batches, part), expected) << "in parts of " << part;
+TEST_P(LoaderCases, SequencesAreRowsOrDocuments) {
+    const auto [packing, length, lengths, files] = GetParam();
+    const Loader loader(options_);
+    // Where each token stands: its document and its place there. Marks are told by the token before them.
+    std::map<std::pair<std::int32_t, std::int32_t>, std::pair<std::size_t, std::size_t>> places;
+    for (std::size_t d = 0; d < documents_.size(); ++d)
+        for (std::size_t i = 0; i < documents_[d].size(); ++i) {
+            const std::int32_t before = i == 0 ? 0 : documents_[d][i - 1];
+            if (before != 0 || documents_[d][i] != 0) places[{before, documents_[d][i]}] = {d, i};
+        }
+    const Batch batch = loader.read(0, 2 * loader.rows_per_epoch() + 1);
+    ASSERT_EQ(batch.offsets.front(), 0);
+    ASSERT_EQ(batch.offsets.back(), batch.rows * length);
+    for (std::int64_t row = 0; row <= batch.rows; ++row)
+        EXPECT_TRUE(std::binary_search(batch.offsets.begin(), batch.offsets.end(), row * length));
+    if (packing == Packing::stream) {
+        EXPECT_EQ(static_cast<std::int64_t>(batch.offsets.size()), batch.rows + 1);
+    }
+    for (std::size_t s = 0; s + 1 < batch.offsets.size(); ++s) {
+        const auto begin = static_cast<std::size_t>(batch.offsets[s]), end = static_cast<std::size_t>(batch.offsets[s + 1]);
+        ASSERT_LT(begin, end);
+        std::optional<std::pair<std::size_t, std::size_t>> place;
+        for (std::size_t i = begin; i < end; ++i) {
+            EXPECT_TRUE(batch.inputs[i] >= 0 && batch.inputs[i] < 1 << 20);
+            if (batch.targets[i] == -100) {  // at the end of a row, and where documents are packed a sequence by itself
+                for (std::size_t j = i; j < end; ++j) EXPECT_EQ(batch.targets[j], -100);
+                EXPECT_EQ(static_cast<std::int64_t>(end) % length, 0);
+                if (packing == Packing::documents) {
+                    EXPECT_EQ(i, begin);
+                }
+                break;
+            }
+            if (i > begin) {
+                EXPECT_EQ(batch.inputs[i], batch.targets[i - 1]);
+                if (packing != Packing::stream) {
+                    EXPECT_NE(batch.inputs[i], 0) << "a document goes on behind its end";
+                }
+            }
+            if (packing != Packing::documents || (batch.inputs[i] == 0 && batch.targets[i] == 0)) continue;
+            const auto found = places.at({batch.inputs[i], batch.targets[i]});
+            if (place) {
+                EXPECT_EQ(found, std::pair(place->first, place->second + 1));
+            }
+            if (i == begin) {  // a document begins where it begins, or a whole number of rows later
+                EXPECT_EQ(static_cast<std::int64_t>(found.second) % length, 0);
+                const auto rest = static_cast<std::int64_t>(documents_[found.first].size() - found.second);
+                EXPECT_EQ(static_cast<std::int64_t>(end - begin), std::min(rest, length));
+            }
+            place = found;
+        }
     }
 }
 
-TEST_P(LoaderCases, ContinuesExactlyFromAnyState) {
-    const auto given = options();
-    Loader loader(given);
-    const std::int64_t batches = std::min<std::int64_t>(2 * loader.rows_per_epoch() / given.rows + 2, 12);
-    std::vector<LoaderState> states;
-    for (std::int64_t b = 0; b < batches; ++b) {
-        states.push_back(loader.state());
-        loader.advance();
-    }
-    loader.seek({0, 0});
-    const auto expected = rows_of(loader, given.rows, batches, given.rows);
-    for (std::int64_t b = 0; b < batches; ++b) {
-        Loader resumed(given);
-        resumed.seek(states[static_cast<std::size_t>(b)]);
-        EXPECT_EQ(resumed.state(), states[static_cast<std::size_t>(b)]);
-        const auto rows = rows_of(resumed, given.rows, batches - b, given.rows);
-        EXPECT_TRUE(std::equal(rows.begin(), rows.end(), expected.begin() + b * given.rows, expected.end())) << "batch " << b;
+// Global batches of 24 rows, shared out to processes and cut into micro-batches of any size.
+TEST_P(LoaderCases, OrderDoesNotDependOnWhoReads) {
+    const Loader whole(options_);
+    std::vector<Loader> own;  // of each process
+    for (int rank = 0; rank < 8; ++rank) own.emplace_back(options_);
+    const std::int64_t batch_rows = 24;
+    for (std::int64_t step = 0; step < 3; ++step) {
+        const Batch expected = whole.read(step * batch_rows, batch_rows);
+        for (const std::int64_t processes : {1, 2, 3, 4, 8})
+            for (const std::int64_t micro : {std::int64_t{1}, batch_rows / processes}) {
+                std::vector<Batch> parts;
+                for (std::int64_t rank = 0; rank < processes; ++rank) {
+                    const Loader& loader = own[static_cast<std::size_t>(rank)];
+                    const std::int64_t share = batch_rows / processes, first = step * batch_rows + rank * share;
+                    for (std::int64_t row = 0; row < share; row += micro) parts.push_back(loader.read(first + row, micro));
+                }
+                EXPECT_TRUE(joined(parts) == expected) << processes << " processes, micro-batches of " << micro;
+            }
     }
 }
+
+// What a checkpoint holds says exactly how many rows there have been.
+TEST_P(LoaderCases, StatesAreRowCounts) {
+    const Loader loader(options_);
+    for (std::int64_t rows = 0; rows < 3 * loader.rows_per_epoch(); ++rows) {
+        const LoaderState state = loader.state_after(rows);
+        EXPECT_EQ(state, (LoaderState{rows / loader.rows_per_epoch(), rows % loader.rows_per_epoch()}));
+        EXPECT_EQ(loader.rows_before(state), rows);
+        EXPECT_DOUBLE_EQ(loader.epochs_after(rows).at(0), static_cast<double>(rows) / static_cast<double>(loader.rows_per_epoch()));
+    }
+    for (const LoaderState& none : {LoaderState{0, loader.rows_per_epoch()}, LoaderState{-1, 0}, LoaderState{0, -1}})
+        EXPECT_THAT(error_of([&] { (void)loader.rows_before(none); }), HasSubstr("no place in this data"));
+}
+
+// The rows of a stream as they have always been: cut every T tokens in the order of the files.
+TEST(Loader, AStreamWithoutShufflingIsTheFilesInOrder) {
+    test::TemporaryFolder folder;
+    const Documents documents = documents_of({5, 1, 9}, 1);
+    write(folder / "a.h5", {documents[0]});
+    write(folder / "b.h5", {documents[1], documents[2]});
+    LoaderOptions options{.corpora = {{folder / "a.h5"}, {folder / "b.h5"}}, .sequence_length = 6, .shuffle = false};
+    const Batch batch = Loader(options).read(0, 3);
+    EXPECT_EQ(batch.inputs, (Tokens{1, 2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0, 0, 0}));
+    EXPECT_EQ(batch.targets, (Tokens{2, 3, 4, 0, 0, 5, 6, 7, 8, 9, 10, 11, 12, 0, -100, -100, -100, -100}));
+    EXPECT_EQ(batch.offsets, (std::vector<std::int64_t>{0, 6, 12, 18}));
+    options.packing = Packing::masked_stream;
+    EXPECT_EQ(Loader(options).read(0, 3).inputs, batch.inputs);
+    EXPECT_EQ(Loader(options).read(0, 3).targets, batch.targets);
+    EXPECT_EQ(Loader(options).read(0, 3).offsets, (std::vector<std::int64_t>{0, 4, 5, 6, 12, 18}));
+    options.packing = Packing::documents;
+    const Batch packed = Loader(options).read(0, 3);  // 9 = 6 + 3; 5 + 1 fit together
+    EXPECT_EQ(packed.inputs, (Tokens{0, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 0, 10, 11, 12, 0, 0, 0}));
+    EXPECT_EQ(packed.targets, (Tokens{5, 6, 7, 8, 9, 10, 1, 2, 3, 4, 0, 0, 11, 12, 0, -100, -100, -100}));
+    EXPECT_EQ(packed.offsets, (std::vector<std::int64_t>{0, 6, 11, 12, 15, 18}));
+}
+
+// ---- mixtures --------------------------------------------------------------------------------------------------------
+
+struct Mixed : testing::TestWithParam<Packing> {
+    // Of very different sizes
+    std::vector<Documents> corpora{documents_of(random_lengths(4, 20, 1), 1), documents_of(random_lengths(300, 20, 2), 10000),
+                                   documents_of({1, 2}, 100000), documents_of(random_lengths(50, 20, 3), 200000)};
+    std::vector<double> weights{2, 5, 1, 3};
+    test::TemporaryFolder folder;
+
+    LoaderOptions options() {
+        LoaderOptions options{.corpora = {}, .sequence_length = 20, .packing = GetParam(), .seed = 3};
+        for (std::size_t i = 0; i < corpora.size(); ++i) {
+            const std::string path = folder / (std::to_string(i) + ".h5");
+            write(path, corpora[i]);
+            options.corpora.push_back({path, weights[i]});
+        }
+        return options;
+    }
+    // Of which corpus a row is.
+    std::size_t source_of(const Batch& row) const {
+        for (std::size_t i = 0; i < row.targets.size(); ++i)
+            for (const auto id : {row.inputs[i], row.targets[i]})
+                if (id > 0) return id < 10000 ? 0 : id < 100000 ? 1 : id < 200000 ? 2 : 3;
+        return 2;  // the only corpus with rows of marks alone would be one of single tokens
+    }
+};
+
+INSTANTIATE_TEST_SUITE_P(, Mixed, testing::Values(Packing::stream, Packing::masked_stream, Packing::documents));
+
+TEST_P(Mixed, SharesAreTheWeightsAndEveryCorpusHasEpochsOfItsOwn) {
+    for (auto& corpus : corpora)  // so that a row tells where it is from
+        std::erase_if(corpus, [](const Tokens& document) { return document.size() == 1; });
+    const auto given = options();
+    const Loader mixed(given);
+    std::vector<std::vector<Batch>> rows(corpora.size());
+    std::vector<double> targets(corpora.size(), 0);
+    const std::int64_t count = 6000;
+    for (std::int64_t row = 0; row < count; ++row) {
+        Batch batch = mixed.read(row, 1);
+        const std::size_t source = source_of(batch);
+        targets[source] += static_cast<double>(batch.valid_targets);
+        rows[source].push_back(std::move(batch));
+    }
+    const double all = std::accumulate(targets.begin(), targets.end(), 0.0);
+    for (std::size_t i = 0; i < corpora.size(); ++i) {
+        EXPECT_NEAR(targets[i] / all, weights[i] / 11, 0.003) << "corpus " << i;
+        const auto expected = pairs_of(corpora[i], GetParam());
+        auto alone = given;
+        alone.corpora = {given.corpora[i]};
+        const auto epoch = static_cast<std::size_t>(Loader(alone).rows_per_epoch());
+        ASSERT_GT(rows[i].size(), epoch);
+        EXPECT_NEAR(mixed.epochs_after(count)[i], static_cast<double>(rows[i].size()) / static_cast<double>(epoch), 1e-9);
+        for (std::size_t begin = 0; begin + epoch <= rows[i].size(); begin += epoch) {
+            auto found = pairs_of(joined({rows[i].begin() + static_cast<std::ptrdiff_t>(begin),
+                                          rows[i].begin() + static_cast<std::ptrdiff_t>(begin + epoch)}));
+            std::sort(found.begin(), found.end());
+            ASSERT_EQ(found, expected) << "corpus " << i << " from its row " << begin;
+        }
+    }
+}
+
+TEST_P(Mixed, OrderDoesNotDependOnWhoReads) {
+    const auto given = options();
+    const Loader whole(given);
+    EXPECT_EQ(whole.rows_before(whole.state_after(12345)), 12345);
+    for (const std::int64_t first : {std::int64_t{0}, std::int64_t{1000}, std::int64_t{1} << 40}) {
+        const Batch expected = whole.read(first, 48);
+        for (const std::int64_t part : {1, 6, 16}) {
+            std::vector<Batch> parts;
+            for (std::int64_t row = 0; row < 48; row += part) parts.push_back(Loader(given).read(first + row, part));
+            EXPECT_TRUE(joined(parts) == expected) << "from row " << first << " in parts of " << part;
+        }
+    }
+}
+
+TEST_P(Mixed, OneWeightedCorpusIsTheCorpus) {
+    auto given = options();
+    given.corpora.resize(2);
+    given.corpora.erase(given.corpora.begin());
+    const Batch weighted = Loader(given).read(0, 100);
+    given.corpora.front().weight = 0;
+    EXPECT_TRUE(Loader(given).read(0, 100) == weighted);
+}
+
+// ---- orders and errors -----------------------------------------------------------------------------------------------
 
 TEST(Loader, EpochsAndSeedsHaveOrdersOfTheirOwn) {
     test::TemporaryFolder folder;
-    write_tokens(folder / "a.h5", places(0, 250));
+    write(folder / "a.h5", documents_of({250}, 1));
     const auto order = [&](std::uint64_t seed, std::int64_t epoch) {
-        Loader loader({{folder / "a.h5"}, 4, 62, seed, true});
-        loader.seek({epoch, 0});
-        return loader.peek(0, 62).inputs;
+        const Loader loader({.corpora = {{folder / "a.h5"}}, .sequence_length = 4, .seed = seed});
+        return loader.read(63 * epoch, 63).inputs;
     };
     EXPECT_NE(order(1, 0), order(1, 1));
     EXPECT_NE(order(1, 0), order(2, 0));
     EXPECT_EQ(order(1, 5), order(1, 5));
-    EXPECT_NE(order(1, 0), places(0, 248));
+    Tokens sorted(248);
+    std::iota(sorted.begin(), sorted.end(), 1);
+    EXPECT_NE(order(1, 0), sorted);
 }
 
 TEST(Loader, SaysWhatIsWrong) {
     test::TemporaryFolder folder;
-    const std::string a = folder / "a.h5", b = folder / "b.h5", one = folder / "one.h5";
-    write_tokens(a, places(0, 30));
-    write_tokens(one, {});
-    EXPECT_THAT(error_of([&] { Loader({{}, 4, 1}); }), HasSubstr("no token files"));
-    EXPECT_THAT(error_of([&] { Loader({{a}, 0, 1}); }), HasSubstr("both must be at least 1"));
-    EXPECT_THAT(error_of([&] { Loader({{one}, 4, 1}); }), HasSubstr("hold 1 token; at least 2"));
-    EXPECT_EQ(error_of([&] { Loader({{a, b}, 4, 1}); }), b + ": no such file");
-    Loader loader({{a}, 4, 3});
-    EXPECT_THAT(error_of([&] { loader.seek({0, 8}); }), HasSubstr("an epoch has 8 rows"));
-    EXPECT_THAT(error_of([&] { loader.seek({-1, 0}); }), HasSubstr("no place in this data"));
-    EXPECT_THAT(error_of([&] { loader.peek(2, 2); }), HasSubstr("rows [2, 4) of a global batch of 3"));
+    const std::string a = folder / "a.h5", b = folder / "b.h5", one = folder / "one.h5", other = folder / "other.h5";
+    write(a, documents_of({30}, 1));
+    write(one, documents_of({1}, 1));
+    Numbers other_numbers;
+    other_numbers.name = "other";
+    write(other, documents_of({30}, 1), other_numbers);
+    const auto error = [](std::vector<WeightedCorpus> corpora, std::int64_t length = 4, Packing packing = Packing::stream) {
+        return error_of([&] { Loader({.corpora = std::move(corpora), .sequence_length = length, .packing = packing}); });
+    };
+    EXPECT_THAT(error({}), HasSubstr("no token files"));
+    EXPECT_THAT(error({{a}}, 0), HasSubstr("must be at least 1"));
+    EXPECT_THAT(error({{one}}), HasSubstr("hold 1 token; at least 2"));
+    EXPECT_EQ(error({{one}}, 4, Packing::documents), "");
+    EXPECT_EQ(error({{a}, {b}}), b + ": no such file");
+    EXPECT_THAT(error({{a}, {other}}), HasSubstr(a + " and " + other + " were made with different tokenizers"));
+    EXPECT_THAT(error({{a, 1}, {other, 1}}), HasSubstr(a + " and " + other + " were made with different tokenizers"));
+    EXPECT_EQ(error({{a, 1}, {one}}), "[loader] " + a + " has a weight and " + one + " has none; give each corpus a weight above 0, or none");
+    EXPECT_THAT(error({{a, -1}, {one, 1}}), HasSubstr("give each corpus a weight above 0, or none"));
 }
 
 }  // namespace

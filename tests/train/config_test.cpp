@@ -51,7 +51,8 @@ TEST(Config, ReadsAFileAndFillsInDefaults) {
     EXPECT_EQ(config.model.type, model::ModelType::log_linear_mamba2);
     EXPECT_EQ(config.model.hidden_size, 64);
     EXPECT_EQ(config.model.num_levels, 10);  // bit_width(299) + 1
-    EXPECT_EQ(config.data.train, std::vector<std::string>{"a.h5"});
+    EXPECT_EQ(config.data.train, (std::vector<data::WeightedCorpus>{{"a.h5"}}));
+    EXPECT_EQ(config.data.packing, data::Packing::stream);
     EXPECT_EQ(config.data.valid, "");
     EXPECT_EQ(config.optimizer.beta2, 0.95);
     EXPECT_EQ(config.train.steps, 100);
@@ -63,7 +64,7 @@ TEST(Config, ListsNumbersAndChoices) {
                                           {"optimizer.learning_rate=3e-4", "schedule.type=wsd", "schedule.warmup_steps=10",
                                            "model.tie_embeddings=true", "train.on_nan=skip", "run_dir=x/y",
                                            "data.valid=v.h5", "train.dtype=float64"});
-    EXPECT_EQ(config.data.train, (std::vector<std::string>{"a.h5", "b c.h5"}));
+    EXPECT_EQ(config.data.train, (std::vector<data::WeightedCorpus>{{"a.h5"}, {"b c.h5"}}));
     EXPECT_EQ(config.optimizer.learning_rate, 3e-4);
     EXPECT_EQ(config.schedule.type, ScheduleType::wsd);
     EXPECT_EQ(config.schedule.decay_steps, 10);
@@ -71,6 +72,35 @@ TEST(Config, ListsNumbersAndChoices) {
     EXPECT_EQ(config.train.on_nan, NanPolicy::skip);
     EXPECT_EQ(config.run_dir, "x/y");
     EXPECT_EQ(config.weight_dtype(), DType::float64);
+}
+
+TEST(Config, Mixtures) {
+    const std::string mixed = with("train: a.h5", "train:\n  - {path: a.h5, weight: 0.7}\n  - path: 'b: c'\n    weight: 1e3");
+    const RunConfig config = parse_config(mixed, "a.yaml", {"data.packing=documents"});
+    EXPECT_EQ(config.data.train, (std::vector<data::WeightedCorpus>{{"a.h5", 0.7}, {"b: c", 1000}}));
+    EXPECT_EQ(config.data.packing, data::Packing::documents);
+    EXPECT_EQ(parse_config(minimal, "a.yaml", {"data.train=[{path: x, weight: 2}]"}).data.train,
+              (std::vector<data::WeightedCorpus>{{"x", 2}}));
+    const RunConfig again = parse_config(to_yaml(config), "b.yaml");
+    EXPECT_EQ(again.data.train, config.data.train);
+    EXPECT_TRUE(differences(config, again, "").empty());
+    EXPECT_THAT(to_yaml(config), HasSubstr("  train: [{path: a.h5, weight: 0.7}, {path: \"b: c\", weight: 1000}]\n"));
+    EXPECT_EQ(differences(config, parse_config(mixed, "a.yaml", {"data.train=[{path: a.h5, weight: 0.8}]"}), "data")[0].ours,
+              "[{path: a.h5, weight: 0.8}]");
+
+    const auto error = [](const std::string& corpora) { return error_of(with("train: a.h5", "train: " + corpora)); };
+    const std::string needed = "; a file name, a list of file names, or a list of {path: FILE, weight: NUMBER} is needed";
+    EXPECT_EQ(error("[a, {path: b, weight: 1}]"), "a.yaml:9: data.train gives some files a weight and some none; give it to all or to none");
+    EXPECT_EQ(error("[{path: b}]"), "a.yaml:9: an entry of data.train has no weight" + needed);
+    EXPECT_EQ(error("[{weight: 1}]"), "a.yaml:9: an entry of data.train has no path" + needed);
+    EXPECT_EQ(error("[{}]"), "a.yaml:9: an entry of data.train has no path" + needed);
+    EXPECT_EQ(error("{path: b, weight: 1}"), "a.yaml:9: data.train is a mapping" + needed);
+    EXPECT_EQ(error("[{path: b, share: 1}]"), "a.yaml:9: data.train holds the key 'share'; path and weight are needed");
+    EXPECT_EQ(error("[{path: [b], weight: 1}]"), "a.yaml:9: a path in data.train is a list; a file name is needed");
+    for (const std::string bad : {"0", "-1", "nan", "inf", "one", "''"})
+        EXPECT_THAT(error("[{path: b, weight: " + bad + "}]"), HasSubstr("a number above 0 is needed"));
+    EXPECT_EQ(error_of(minimal, {"data.packing=docs"}),
+              "--set data.packing=docs: data.packing is 'docs'; one of stream, masked_stream, documents is needed");
 }
 
 TEST(Config, StepsFromTokens) {
@@ -89,7 +119,7 @@ TEST(Config, UnknownKeysNameTheNearest) {
               "a.yaml:12: unknown key 'train.learning_rate'; did you mean 'optimizer.learning_rate'?");
     EXPECT_EQ(error_of(with("data:", "dta:")), "a.yaml:8: unknown key 'dta'; did you mean 'data'?");
     EXPECT_EQ(error_of(with("  train: a.h5", "  qqqqqqqqqq: 1")),
-              "a.yaml:9: unknown key 'data.qqqqqqqqqq'; the keys of 'data' are train, valid, sequence_length");
+              "a.yaml:9: unknown key 'data.qqqqqqqqqq'; the keys of 'data' are train, valid, sequence_length, packing, prefetch");
     EXPECT_EQ(error_of(std::string(minimal) + "steps: 5\n"), "a.yaml:13: unknown key 'steps'; did you mean 'train.steps'?");
 }
 
@@ -106,9 +136,9 @@ TEST(Config, WrongTypesAndRanges) {
               "a.yaml:3: model.type is 'mamba'; one of transformer, mamba2, log_linear_mamba2, gated_deltanet, "
               "log_linear_gated_deltanet is needed");
     EXPECT_EQ(error_of(with("train: a.h5", "train: []")),
-              "a.yaml:9: data.train is an empty list; a file name or a list of file names is needed");
+              "a.yaml:9: data.train is an empty list; a file name, a list of file names, or a list of {path: FILE, weight: NUMBER} is needed");
     EXPECT_EQ(error_of(with("train: a.h5", "train: [a.h5, [b]]")),
-              "a.yaml:9: data.train holds a list; a file name or a list of file names is needed");
+              "a.yaml:9: data.train holds a list; a file name, a list of file names, or a list of {path: FILE, weight: NUMBER} is needed");
     EXPECT_EQ(error_of(with("num_layers: 2", "tie_embeddings: yes")),
               "a.yaml:5: model.tie_embeddings is 'yes'; true or false is needed");
 }
@@ -153,7 +183,7 @@ TEST(Config, EmptyTextsAndNames) {
         EXPECT_EQ(parse_config(minimal, "a.yaml", {"data.valid=" + empty}).data.valid, "");
     }
     EXPECT_EQ(error_of(with("train: a.h5", "train: [a.h5, '']")),
-              "a.yaml:9: data.train holds an empty name; a file name or a list of file names is needed");
+              "a.yaml:9: data.train holds an empty name; a file name, a list of file names, or a list of {path: FILE, weight: NUMBER} is needed");
     EXPECT_EQ(error_of(std::string(minimal) + "'': 3\n"), "a.yaml:13: a key is empty; a name is needed");
     EXPECT_EQ(error_of(std::string(minimal) + "  '': 3\n"), "a.yaml:13: a key is empty; a name is needed");
     EXPECT_THAT(error_of(minimal, {"train.=3"}), StartsWith("--set train.=3: unknown key 'train.'; the keys of 'train' are steps"));
@@ -244,7 +274,7 @@ TEST(Config, ResolvedYamlGivesTheSameConfiguration) {
     const RunConfig again = parse_config(to_yaml(config), "b.yaml");
     EXPECT_EQ(to_yaml(again), to_yaml(config));
     EXPECT_TRUE(differences(config, again, "").empty());
-    EXPECT_EQ(again.data.train, (std::vector<std::string>{"a.h5", "x: #1.h5", "12"}));
+    EXPECT_EQ(again.data.train, (std::vector<data::WeightedCorpus>{{"a.h5"}, {"x: #1.h5"}, {"12"}}));
     EXPECT_EQ(again.data.valid, "a\"b");
     EXPECT_THAT(to_yaml(config), HasSubstr("\noptimizer:\n  learning_rate: 0.001\n"));
 }

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <tuple>
 
 #include "base/files.h"
 #include "base/hdf5.h"
@@ -59,6 +60,8 @@ struct TrainerTest : testing::Test {
         fs::create_directories(folder);
         write_tokens("train.h5", 1501, 1);
         write_tokens("valid.h5", 333, 2);
+        write_documents("short.h5", 60, 20, 3);
+        write_documents("long.h5", 12, 120, 4);
     }
     void TearDown() override {
         fs::remove_all(folder);
@@ -76,6 +79,27 @@ struct TrainerTest : testing::Test {
         writer.append(ids.data(), static_cast<std::int64_t>(ids.size()));
         writer.end_document(count - 1, 1);
         writer.finish();
+    }
+
+    // Documents of random lengths up to `longest`, one in three of their mark alone.
+    void write_documents(const std::string& name, int count, std::uint64_t longest, std::uint64_t seed) const {
+        const auto tokenizer = data::open_tokenizer("bytes");
+        data::TokenFileWriter writer((folder / name).string(), *tokenizer);
+        Random random(seed);
+        for (int d = 0; d < count; ++d) {
+            std::vector<std::int32_t> ids(random.below(3) == 0 ? 0 : random.below(longest));
+            for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>('a' + i % 7);
+            writer.append(ids.data(), static_cast<std::int64_t>(ids.size()));
+            writer.end_document(static_cast<std::int64_t>(ids.size()), 1);
+        }
+        writer.finish();
+    }
+    // Packed documents of a mixture
+    std::vector<std::string> mixed(std::vector<std::string> overrides = {}) const {
+        overrides.push_back(fmt::format("data.train=[{{path: {0}/short.h5, weight: 1}}, {{path: {0}/long.h5, weight: 3}}]", folder.string()));
+        overrides.push_back(fmt::format("data.valid={}/long.h5", folder.string()));
+        overrides.push_back("data.packing=documents");
+        return overrides;
     }
 
     RunConfig config(const std::string& run, std::vector<std::string> overrides = {}) const {
@@ -203,6 +227,82 @@ TEST_F(TrainerTest, ResumeIsExactWhereverTheRunIsKilled) {
         EXPECT_EQ(tensors(killed), tensors(straight));
         for (const auto& name : left_over) EXPECT_FALSE(fs::exists(killed.run_dir + "/" + name)) << name;
     }
+}
+
+TEST_F(TrainerTest, MixturesOfPackedDocumentsResumeExactly) {
+    const RunConfig straight = config("straight", mixed());
+    Recorder whole;
+    run(straight, whole);
+    EXPECT_LT(whole.steps.back().loss, whole.steps.front().loss - 1);
+    const RunConfig killed = config("killed", mixed({"train.num_threads=2", "data.prefetch=0"}));
+    for (const std::int64_t step : {3, 8, 11, 18}) {
+        Recorder recorder;
+        recorder.kill_after = step;
+        EXPECT_THROW(run(killed, recorder, Resume::automatic), Killed);
+    }
+    run(killed, Resume::automatic);
+    EXPECT_EQ(metrics(killed), metrics(straight));
+    EXPECT_EQ(tensors(killed), tensors(straight));
+}
+
+// The trainer's mean over packed documents is that of every document alone.
+TEST_F(TrainerTest, PackedDocumentsDoNotSeeEachOther) {
+    for (const std::string type : {"transformer", "mamba2", "log_linear_mamba2", "gated_deltanet", "log_linear_gated_deltanet"}) {
+        const std::vector<std::string> overrides = mixed({"model.type=" + type, "train.steps=3", "train.dtype=float64"});
+        Recorder recorder;
+        const RunConfig packed = config("packed_" + type, overrides);
+        run(packed, recorder);
+        const LoadedModel loaded = load_model(packed.run_dir, cpu_device, DType::float64);
+        const data::TokenFile file(packed.data.valid);
+        const auto& offsets = file.document_offsets();
+        double sum = 0;
+        std::int64_t count = 0;
+        for (std::size_t d = 0; d + 1 < offsets.size(); ++d)
+            for (std::int64_t begin = offsets[d]; begin < offsets[d + 1]; begin += 23) {
+                const std::int64_t length = std::min<std::int64_t>(23, offsets[d + 1] - begin);
+                std::vector<std::int32_t> tokens(static_cast<std::size_t>(length + 1), 256);  // behind the mark before
+                const std::int64_t before = begin > 0 ? 1 : 0;
+                file.read(begin - before, length + before, tokens.data() + 1 - before);
+                const Shape shape{1, length};
+                const auto result = loaded.model.loss(Tensor::from(std::vector<std::int32_t>(tokens.begin(), tokens.end() - 1), shape),
+                                                      Tensor::from(std::vector<std::int32_t>(tokens.begin() + 1, tokens.end()), shape),
+                                                      SequenceLayout::uniform(1, length), 1.0);
+                sum += result.loss.value().item();
+                count += length;
+            }
+        EXPECT_EQ(count, file.info().num_tokens);
+        EXPECT_NEAR(*recorder.steps.back().valid_loss, sum / static_cast<double>(count), 1e-10) << type;
+    }
+}
+
+TEST_F(TrainerTest, PrefetchChangesNothing) {
+    const RunConfig none = config("none", mixed({"data.prefetch=0", "train.micro_batch=1"}));
+    run(none);
+    for (const int prefetch : {1, 2, 9}) {
+        const RunConfig ahead = config(fmt::format("ahead_{}", prefetch), mixed({fmt::format("data.prefetch={}", prefetch),
+                                                                                  "train.micro_batch=1"}));
+        run(ahead);
+        EXPECT_EQ(metrics(ahead), metrics(none));
+        EXPECT_EQ(tensors(ahead), tensors(none));
+    }
+}
+
+// Damage that the run meets on its way ends it in one line, with the checkpoints before it in place.
+TEST_F(TrainerTest, DamagedDataEndsTheRun) {
+    const RunConfig wanted = config("a", {"train.steps=100"});
+    struct Damage : Observer {
+        std::string path;
+        void on_start(const StartReport&) override {
+            std::string bytes = read_file(path);
+            const std::size_t tokens = bytes.find(std::string("a\0b\0c\0d\0", 8));
+            ASSERT_NE(tokens, std::string::npos);
+            bytes[tokens] = 'z';
+            std::ofstream(path, std::ios::binary | std::ios::in).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+        }
+    } damage;
+    damage.path = wanted.data.train.front().path;
+    EXPECT_THAT(error_of([&] { run(wanted, damage); }),
+                StartsWith(damage.path + ": chunk 0 of 'tokens' (tokens 0 to 1500) is damaged"));
 }
 
 // Whatever is damaged, however few checkpoints are kept, and wherever the next run ends, the folder holds a good one.
@@ -373,34 +473,60 @@ TEST_F(MpiTrainer, EqualsOneProcess) {
     world.broadcast(process, 0);
     const fs::path own = folder;
     folder = fs::path(testing::TempDir()) / fmt::format("fenwick_trainer_{}", static_cast<std::int64_t>(process.item()));
-    for (const auto& [dtype, tolerance] : {std::pair{"float32", 1e-5}, std::pair{"float64", 1e-10}})
-        for (const int micro : {2, 1}) {
-            const std::vector<std::string> overrides{fmt::format("train.dtype={}", dtype), "train.batch_size=8",
-                                                     fmt::format("train.micro_batch={}", micro)};
-            const RunConfig together = config(fmt::format("together_{}_{}", dtype, micro), overrides);
-            const RunConfig alone = config(fmt::format("alone_{}_{}", dtype, micro), overrides);
-            Recorder several, one;
-            EXPECT_EQ(train(together, Resume::no, world, several).step, 20);
-            if (world.is_root()) {
-                run(alone, one);
-                for (std::size_t i = 0; i < one.steps.size(); ++i) {
-                    EXPECT_NEAR(several.steps[i].loss, one.steps[i].loss, tolerance * one.steps[i].loss) << i;
-                    EXPECT_EQ(several.steps[i].tokens, one.steps[i].tokens);
-                }
-                EXPECT_NEAR(*several.steps.back().valid_loss, *one.steps.back().valid_loss, tolerance * one.steps.back().loss);
-                EXPECT_LT(weight_error(together, alone), tolerance);
-                // As after a crash: the last checkpoint is lost.
-                fs::remove(checkpoint_path(together.run_dir + "/checkpoints", 20));
+    int number = 0;
+    for (const auto& [dtype, tolerance, micro, packed] :
+         {std::tuple{"float32", 1e-5, 2, false}, std::tuple{"float32", 1e-5, 1, true}, std::tuple{"float64", 1e-10, 2, true},
+          std::tuple{"float64", 1e-10, 1, false}}) {
+        std::vector<std::string> overrides{fmt::format("train.dtype={}", dtype), "train.batch_size=8",
+                                           fmt::format("train.micro_batch={}", micro)};
+        if (packed) overrides = mixed(overrides);
+        const RunConfig together = config(fmt::format("together_{}", ++number), overrides);
+        const RunConfig alone = config(fmt::format("alone_{}", number), overrides);
+        Recorder several, one;
+        EXPECT_EQ(train(together, Resume::no, world, several).step, 20);
+        if (world.is_root()) {
+            run(alone, one);
+            for (std::size_t i = 0; i < one.steps.size(); ++i) {
+                EXPECT_NEAR(several.steps[i].loss, one.steps[i].loss, tolerance * one.steps[i].loss) << i;
+                EXPECT_EQ(several.steps[i].tokens, one.steps[i].tokens);
             }
-            const auto before = world.is_root() ? metrics(together) : "";
-            world.barrier();
-            Recorder resumed;
-            train(together, Resume::automatic, world, resumed);
-            if (world.is_root()) {
-                EXPECT_EQ(resumed.resumed_from, checkpoint_path(together.run_dir + "/checkpoints", 16));
-                EXPECT_EQ(metrics(together), before);
+            EXPECT_NEAR(*several.steps.back().valid_loss, *one.steps.back().valid_loss, tolerance * one.steps.back().loss);
+            EXPECT_LT(weight_error(together, alone), tolerance);
+            // As after a crash: the last checkpoint is lost.
+            fs::remove(checkpoint_path(together.run_dir + "/checkpoints", 20));
+        }
+        const auto before = world.is_root() ? metrics(together) : "";
+        if (world.is_root()) {  // one process goes on where several were
+            fs::copy(together.run_dir, folder / "continued", fs::copy_options::recursive);
+            const RunConfig continued = config("continued", overrides);
+            Recorder recorder;
+            run(continued, recorder, Resume::automatic);
+            EXPECT_EQ(recorder.steps.size(), 4u);
+            for (std::size_t i = 0; i < recorder.steps.size(); ++i) {
+                EXPECT_NEAR(recorder.steps[i].loss, one.steps[16 + i].loss, tolerance * one.steps[16 + i].loss);
+                EXPECT_EQ(recorder.steps[i].tokens, one.steps[16 + i].tokens);
+            }
+            fs::remove_all(folder / "continued");
+        }
+        world.barrier();
+        Recorder resumed;
+        train(together, Resume::automatic, world, resumed);
+        if (world.is_root()) {
+            EXPECT_EQ(resumed.resumed_from, checkpoint_path(together.run_dir + "/checkpoints", 16));
+            EXPECT_EQ(metrics(together), before);
+            fs::remove(checkpoint_path(alone.run_dir + "/checkpoints", 20));
+        }
+        // Several go on where one was.
+        Recorder taken_over;
+        train(alone, Resume::automatic, world, taken_over);
+        if (world.is_root()) {
+            ASSERT_EQ(taken_over.steps.size(), 4u);
+            for (std::size_t i = 0; i < 4; ++i) {
+                EXPECT_NEAR(taken_over.steps[i].loss, one.steps[16 + i].loss, tolerance * one.steps[16 + i].loss);
+                EXPECT_EQ(taken_over.steps[i].tokens, one.steps[16 + i].tokens);
             }
         }
+    }
     world.barrier();
     folder = own;
 }
