@@ -11,7 +11,7 @@
 #include "base/memory_cuda.h"
 #include "base/random.h"
 #include "base/timer.h"
-#include "data/token_file.h"
+#include "data/corpus.h"
 #include "kernels/gemm.h"
 #include "model/costs.h"
 #include "tools/command.h"
@@ -273,7 +273,7 @@ void run_step(const StepCommand& command) {
     if (!command.json.empty()) check_output(command.json, {command.config});
     train::RunConfig config = train::load_config(command.config, command.overrides);
     if (config.model.vocab_size == 0 && std::filesystem::exists(config.data.train.front().path))
-        config.model.vocab_size = data::TokenFile(config.data.train.front().path).info().vocab_size;
+        config.model.vocab_size = data::TokenCorpus(config.data.train.front().path).info().vocab_size;
     FENWICK_CHECK(config.model.vocab_size > 0,
                   "{} leaves the vocabulary to {}, which is not there; --set model.vocab_size=32000 would do", command.config,
                   config.data.train.front().path);

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <map>
 
-#include "data/token_file.h"
+#include "data/corpus.h"
 #include "kernels/levels.h"
 #include "model/costs.h"
 #include "tools/command.h"
@@ -118,7 +118,7 @@ void run_info(const InfoCommand& command) {
             auto config = train::load_config(command.path, command.overrides);
             // The configuration may leave the vocabulary to the token file.
             if (config.model.vocab_size == 0 && !config.data.train.empty())
-                config.model.vocab_size = data::TokenFile(config.data.train.front().path).info().vocab_size;
+                config.model.vocab_size = data::TokenCorpus(config.data.train.front().path).info().vocab_size;
             config.model.validate();
             const std::int64_t batch = command.batch > 0             ? command.batch
                                        : config.train.micro_batch > 0 ? config.train.micro_batch
