@@ -33,9 +33,11 @@ public:
         for (auto& value : values) value = static_cast<float>(mean + deviation * random.normal());
         const Tensor source = Tensor::from(values, {block}, device).to(type);
         const Tensor target = Tensor::empty({count}, type, device);
-        for (std::int64_t at = 0; at < count; at += block) {
-            const std::int64_t part = std::min(block, count - at);
-            target.narrow_rows(at, at + part).copy_from(source.narrow_rows(0, part));
+        target.narrow_rows(0, block).copy_from(source);
+        for (std::int64_t done = block; done < count;) {  // doubling: few copies, however large
+            const std::int64_t part = std::min(done, count - done);
+            target.narrow_rows(done, done + part).copy_from(target.narrow_rows(0, part));
+            done += part;
         }
         return target.view(shape);
     }
