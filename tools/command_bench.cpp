@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/device_peaks.h"
 #include "base/files.h"
@@ -18,6 +19,7 @@
 #include "tools/device_option.h"
 #include "tools/operator_case.h"
 #include "tools/progress.h"
+#include "train/batch_feed.h"
 #include "train/optimizer.h"
 #include "train/trainer.h"
 
@@ -266,8 +268,54 @@ struct StepCommand {
     std::string config, json;
     std::vector<std::string> overrides;
     std::int64_t steps = 10;
-    bool operators = false;
+    bool operators = false, data = false;
 };
+
+data::LoaderOptions loader_options(const train::RunConfig& config) {
+    return {.corpora = config.data.train,
+            .sequence_length = config.data.sequence_length,
+            .packing = config.data.packing,
+            .seed = static_cast<std::uint64_t>(config.train.seed)};
+}
+
+// Random tokens: the speed does not depend on them.
+data::Batch random_batch(std::int64_t rows, std::int64_t length, std::int64_t vocab_size) {
+    data::Batch batch{.rows = rows, .length = length, .offsets = {0}, .valid_targets = rows * length};
+    Random random(5);
+    for (std::int64_t i = 0; i < rows * length; ++i)
+        batch.inputs.push_back(static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(vocab_size))));
+    batch.targets = batch.inputs;
+    for (std::int64_t row = 1; row <= rows; ++row) batch.offsets.push_back(row * length);
+    return batch;
+}
+
+// Steps on the constant batch and on data as training reads it, in turn. `steps` of each.
+void compare_with_data(Device device, const std::function<void()>& constant_step, const std::function<void()>& data_step,
+                       std::int64_t steps, ordered_json& json) {
+    std::vector<double> constant, data;
+    for (std::int64_t i = -1; i < steps; ++i) {  // the first of each is a warm-up
+        synchronize(device);
+        const TimeMark begin(device);
+        constant_step();
+        const TimeMark between(device);
+        data_step();
+        const TimeMark end(device);
+        const double on_constant = seconds_between(begin, between), on_data = seconds_between(between, end);
+        if (i < 0) continue;
+        constant.push_back(on_constant);
+        data.push_back(on_data);
+    }
+    const auto median = [](std::vector<double> values) {
+        std::sort(values.begin(), values.end());
+        return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
+    };
+    json["constant_s"] = constant;
+    json["data_s"] = data;
+    json["data_over_constant"] = median(data) / median(constant);
+    print(fmt::format("  {:<26}{:>14.4f} s", "step, constant batch", median(constant)));
+    print(fmt::format("  {:<26}{:>14.4f} s", "step, batches of data", median(data)));
+    print(fmt::format("  {:<26}{:>14.4f} (medians of {} steps each, in turn)", "data over constant", median(data) / median(constant), steps));
+}
 
 void run_step(const StepCommand& command) {
     if (!command.json.empty()) check_output(command.json, {command.config});
@@ -285,25 +333,35 @@ void run_step(const StepCommand& command) {
     model.set_recompute(config.train.recompute);
     train::Optimizer optimizer(model.parameters(), config.optimizer);
 
-    // Random tokens: the speed does not depend on them.
-    Random random(5);
-    std::vector<std::int32_t> ids(static_cast<std::size_t>(micro * length));
-    for (auto& id : ids) id = static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(config.model.vocab_size)));
-    const Tensor tokens = Tensor::from(ids, {micro, length}, device);
-    const auto layout = SequenceLayout::uniform(micro, length);
-    const double targets = static_cast<double>(config.train.batch_size * length);
+    std::optional<data::Loader> loader;
+    std::optional<train::BatchFeed> feed;
+    if (command.data) {
+        loader.emplace(loader_options(config));
+        FENWICK_CHECK(loader->vocab_size() <= config.model.vocab_size, "model.vocab_size is {}, but {} has token ids up to {}",
+                      config.model.vocab_size, config.data.train.front().path, loader->vocab_size() - 1);
+        feed.emplace(*loader, train::BatchFeedOptions{.device = device, .batch_rows = config.train.batch_size, .first = 0,
+                                                      .share = config.train.batch_size, .micro_rows = micro,
+                                                      .prefetch = config.data.prefetch}, 0);
+    }
+    const data::Batch one = loader ? loader->read(0, micro) : random_batch(micro, length, config.model.vocab_size);
+    const train::MicroBatch constant{.inputs = Tensor::from(one.inputs, {micro, length}, device),
+                                     .targets = Tensor::from(one.targets, {micro, length}, device),
+                                     .layout = SequenceLayout::packed(one.offsets), .valid_targets = one.valid_targets,
+                                     .step_targets = one.valid_targets * (config.train.batch_size / micro)};
+    const double targets = static_cast<double>(constant.step_targets);
     std::int64_t step = 0;
     double loss = 0;
-    const auto update = [&] {
+    const auto update = [&](train::BatchFeed* from) {
         optimizer.zero_gradients();
         lap("zero gradients");
         Tensor last;
         for (std::int64_t row = 0; row < config.train.batch_size; row += micro) {
+            const train::MicroBatch& batch = from != nullptr ? from->next() : constant;
             Tape tape;
             Variable sum;
             {
                 Recording recording(tape);
-                sum = model.loss(tokens, tokens, layout, targets).loss;
+                sum = model.loss(batch.inputs, batch.targets, batch.layout, static_cast<double>(batch.step_targets)).loss;
             }
             tape.backward(sum);
             last = sum.value();
@@ -313,11 +371,12 @@ void run_step(const StepCommand& command) {
         loss = last.item() * static_cast<double>(config.train.batch_size / micro);
         optimizer.update(++step, config.optimizer.learning_rate * 0.01, norm);
     };
+    const auto constant_step = [&] { update(nullptr); };
     print(fmt::format("{}, {} parameters, {}, {}; {} rows of {} tokens a step, {} at a time", model::name_of(config.model.type),
                       count_text(static_cast<double>(model.parameter_count())), device_text(device), name_of(config.train.dtype),
                       config.train.batch_size, length, micro));
     reset_peak_memory(device.type);
-    const Seconds time = measure(device, {update}, 0, command.steps);
+    const Seconds time = measure(device, {constant_step}, 0, command.steps);
     const double speed = targets / time.median;
     const double flops = model::training_flops_per_token(config.model, length);
     const auto peaks = peaks_of_device(device);
@@ -338,10 +397,11 @@ void run_step(const StepCommand& command) {
                          {"micro_batch", micro}, {"length", length}, {"median_s", time.median}, {"lowest_s", time.lowest},
                          {"tokens_per_s", speed}, {"flops_per_token", flops}, {"peak_bytes", memory.total_peak_bytes}};
     if (peaks) json["mfu"] = flops * speed / peaks->bfloat16_flops;
+    if (feed) compare_with_data(device, constant_step, [&] { update(&*feed); }, command.steps, json);
     if (command.operators) {
         synchronize(device);
         start_profile(device);
-        update();
+        constant_step();
         lap("optimizer");
         const auto times = stop_profile();
         double total = 0;
@@ -363,7 +423,8 @@ void add_step(CLI::App& bench) {
     CLI::App* command = add_command(bench, "step", "Time a whole training step of a config, on random tokens",
                                     "fenwick bench step configs/paper/log_linear_mamba2.yaml --set train.batch_size=4 --operators",
                                     options, run_step);
-    command->add_option("config", options->config, "YAML file; the data files it names are not needed")->required();
+    command->add_option("config", options->config, "YAML file; the data files it names are needed for --data alone")->required();
+    command->add_flag("--data", options->data, "A constant batch of the config's data, and then beside it steps that read on as training does");
     command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
     command->add_option("--steps", options->steps, "Steps to time")
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))

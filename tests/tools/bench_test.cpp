@@ -62,6 +62,20 @@ TEST(Bench, AStepOfAConfigWithoutData) {
         EXPECT_THAT(output, HasSubstr(part));
     EXPECT_THAT(read(json), HasSubstr("\"flops_per_token\""));
 
+    // Beside steps on data
+    fenwick::test::write_text(folder / "text.txt", std::string(3000, 'a'));
+    ASSERT_EQ(fenwick("tokenize " + (folder / "text.txt") + " -o " + (folder / "tokens.h5")).first, 0);
+    for (const std::string packing : {"stream", "documents"}) {
+        const auto compared = fenwick("bench step " + config + " --data --steps 2 --json " + json + " --set data.train=" +
+                                      (folder / "tokens.h5") + " --set model.vocab_size=257 --set data.packing=" + packing);
+        ASSERT_EQ(compared.first, 0) << compared.second;
+        EXPECT_THAT(compared.second, HasSubstr("data over constant"));
+        EXPECT_THAT(read(json), HasSubstr("\"data_over_constant\""));
+    }
+    EXPECT_THAT(fenwick("bench step " + config + " --data").second, HasSubstr("none.h5: no such file"));
+    EXPECT_THAT(fenwick("bench step " + config + " --data --set data.train=" + (folder / "tokens.h5")).second,
+                HasSubstr("model.vocab_size is 100, but"));
+
     const auto refused = fenwick("bench step " + config + " --set model.vocab_size=0");
     EXPECT_EQ(refused.first, 2);
     EXPECT_THAT(refused.second, HasSubstr("leaves the vocabulary to none.h5"));

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "base/files.h"
+#include "base/memory_cuda.h"
 #include "base/random.h"
 #include "data/token_file.h"
 #include "support/temporary_folder.h"
@@ -59,6 +60,30 @@ TEST_F(Feed, GivesTheLoadersRows) {
                         }
                 }
             }
+    }
+}
+
+// On a GPU, with work behind every batch that keeps it busy while the next ones are copied.
+TEST_F(Feed, CudaCopiesNeverOvertakeTheWork) {
+    if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU";
+    const Device gpu{DeviceType::cuda, 0};
+    const data::Loader loader(loader_options());
+    const Tensor busy = Tensor::full({std::int64_t{1} << 26}, 1.0, DType::float32, gpu);
+    Tensor scratch = busy.clone();
+    for (const std::int64_t prefetch : {0, 1, 2, 7}) {
+        BatchFeed feed(loader, {.device = gpu, .batch_rows = 8, .first = 4, .share = 4, .micro_rows = 2, .prefetch = prefetch}, 0);
+        std::vector<Tensor> kept;
+        for (int i = 0; i < 60; ++i) {
+            const MicroBatch& batch = feed.next();
+            scratch.copy_from(busy);  // the batch is read after this, when the host has long asked for others
+            kept.push_back(batch.inputs.clone());
+            kept.push_back(batch.targets.clone());
+        }
+        for (int i = 0; i < 60; ++i) {
+            const auto expected = loader.read(i / 2 * 8 + 4 + i % 2 * 2, 2);
+            ASSERT_EQ(kept[static_cast<std::size_t>(2 * i)].to_vector<std::int32_t>(), expected.inputs) << "batch " << i;
+            ASSERT_EQ(kept[static_cast<std::size_t>(2 * i + 1)].to_vector<std::int32_t>(), expected.targets) << "batch " << i;
+        }
     }
 }
 

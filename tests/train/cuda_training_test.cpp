@@ -54,6 +54,15 @@ struct CudaTrainingTest : testing::TestWithParam<const char*> {
         writer.append(ids.data(), static_cast<std::int64_t>(ids.size()));
         writer.end_document(6000, 1);
         writer.finish();
+        // The same in documents of random lengths, one in three of its mark alone.
+        data::TokenFileWriter documents((folder / "documents.h5").string(), *tokenizer);
+        for (std::int64_t begin = 0; begin < 6000;) {
+            const auto length = std::min<std::int64_t>(random.below(3) == 0 ? 0 : static_cast<std::int64_t>(random.below(250)), 6000 - begin);
+            documents.append(ids.data() + begin, length);
+            documents.end_document(length, 1);
+            begin += length;
+        }
+        documents.finish();
     }
     void TearDown() override {
         fs::remove_all(folder);
@@ -112,6 +121,39 @@ TEST_P(CudaTrainingTest, AgreesWithTheCpuInFloat32) {
     for (std::size_t i = 0; i < 50; ++i) EXPECT_NEAR(gpu.losses[i], cpu.losses[i], 1e-3 * cpu.losses[i]) << "step " << i + 1;
     EXPECT_LT(gpu.losses.back(), 0.6 * gpu.losses.front());
     EXPECT_NEAR(gpu.reports.back()[2], cpu.reports.back()[2], 1e-3 * cpu.reports.back()[2]);
+}
+
+// Every batch has another number of documents.
+TEST_P(CudaTrainingTest, PackedDocumentsAgreeWithTheCpu) {
+    const std::string documents = (folder / "documents.h5").string();
+    for (const std::string packing : {"documents", "masked_stream"}) {
+        const std::vector<std::string> overrides{"data.packing=" + packing, "data.train=" + documents, "data.valid=" + documents};
+        auto on_cpu = overrides;
+        on_cpu.push_back("train.device=cpu");
+        Losses cpu, gpu;
+        RUN_OR_SKIP(run(config("gpu_" + packing, overrides), gpu));
+        run(config("cpu_" + packing, on_cpu), cpu);
+        ASSERT_EQ(gpu.losses.size(), 50u);
+        for (std::size_t i = 0; i < 50; ++i) EXPECT_NEAR(gpu.losses[i], cpu.losses[i], 1e-3 * cpu.losses[i]) << "step " << i + 1;
+        EXPECT_NEAR(gpu.reports.back()[2], cpu.reports.back()[2], 1e-3 * cpu.reports.back()[2]);
+    }
+}
+
+TEST_P(CudaTrainingTest, PrefetchChangesNoBit) {
+    const std::string documents = (folder / "documents.h5").string();
+    std::vector<std::string> overrides{"data.packing=documents", "data.train=" + documents, "train.micro_batch=1",
+                                       "train.dtype=bfloat16", "data.prefetch=0"};
+    Losses expected;
+    const RunConfig none = config("none", overrides);
+    RUN_OR_SKIP(run(none, expected));
+    for (const std::string prefetch : {"1", "3", "12"}) {
+        overrides.back() = "data.prefetch=" + prefetch;
+        Losses found;
+        const RunConfig ahead = config("ahead_" + prefetch, overrides);
+        run(ahead, found);
+        EXPECT_EQ(found.reports, expected.reports) << "prefetch " << prefetch;
+        EXPECT_EQ(tensors(ahead), tensors(none)) << "prefetch " << prefetch;
+    }
 }
 
 TEST_P(CudaTrainingTest, LearnsTheSameInBfloat16) {

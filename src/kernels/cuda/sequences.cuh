@@ -1,6 +1,11 @@
 // Which document a token is in, on the device.
 #pragma once
 
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <vector>
+
 #include "kernels/cuda/common.cuh"
 
 namespace fenwick::kernels::cuda {
@@ -45,7 +50,33 @@ struct DocumentCursor {
     }
 };
 
-// Owns the device copy of the offsets; keep it until the kernels that use it are queued.
+// A device copy of a short table of the host. Every layer asks for the same ones, so the last few are kept: a training step on
+// packed documents copies each table once.
+inline std::shared_ptr<const Buffer> table_on_device(const Exec& exec, const std::int64_t* values, std::size_t count) {
+    struct Entry {
+        std::vector<std::int64_t> values;
+        std::shared_ptr<const Buffer> buffer;
+    };
+    constexpr std::size_t kept = 16;
+    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
+    static auto& mutex = *new std::mutex;
+    static auto& cache = *new std::vector<Entry>;  // most recent last
+    const std::lock_guard lock(mutex);
+    const auto found = std::find_if(cache.rbegin(), cache.rend(), [&](const Entry& entry) {
+        return entry.buffer->device() == exec.device && std::equal(entry.values.begin(), entry.values.end(), values, values + count);
+    });
+    if (found != cache.rend()) {
+        std::rotate(found.base() - 1, found.base(), cache.end());
+        return cache.back().buffer;
+    }
+    if (cache.size() == kept) cache.erase(cache.begin());
+    auto buffer = std::make_shared<const Buffer>(workspace(exec, static_cast<std::int64_t>(count * sizeof(std::int64_t))));
+    copy_bytes(exec.device, buffer->data(), cpu_device, values, buffer->bytes());
+    cache.push_back({{values, values + count}, buffer});
+    return buffer;
+}
+
+// Keep it until the kernels that use it are queued.
 class SequencesOnDevice {
 public:
     SequencesOnDevice(const Exec& exec, const Sequences& sequences) {
@@ -58,17 +89,13 @@ public:
             view_.length = length;
             return;
         }
-        const std::int64_t bytes = (sequences.count + 1) * static_cast<std::int64_t>(sizeof(std::int64_t));
-        buffer_ = workspace(exec, bytes);
-        // Pageable host memory is staged before the call returns, so the caller may free it at once.
-        FENWICK_CUDA_CHECK(cudaMemcpyAsync(buffer_.data(), sequences.offsets, static_cast<std::size_t>(bytes),
-                                           cudaMemcpyHostToDevice, stream_of(exec)));
-        view_.offsets = buffer_.as<std::int64_t>();
+        offsets_ = table_on_device(exec, sequences.offsets, static_cast<std::size_t>(sequences.count + 1));
+        view_.offsets = offsets_->as<std::int64_t>();
     }
     const DeviceSequences& view() const { return view_; }
 
 private:
-    Buffer buffer_;
+    std::shared_ptr<const Buffer> offsets_;
     DeviceSequences view_;
 };
 

@@ -66,15 +66,13 @@ public:
         for (std::int64_t i = 0; i < sequences.count; ++i)
             first[static_cast<std::size_t>(i) + 1] = first[static_cast<std::size_t>(i)] + ceil_div(sequences.length(i), size);
         tiles_.count = first.back();
-        buffer_ = workspace(exec, static_cast<std::int64_t>(first.size() * sizeof(std::int64_t)));
-        FENWICK_CUDA_CHECK(cudaMemcpyAsync(buffer_.data(), first.data(), first.size() * sizeof(std::int64_t),
-                                           cudaMemcpyHostToDevice, stream_of(exec)));
-        tiles_.first_tile = buffer_.as<std::int64_t>();
+        first_ = table_on_device(exec, first.data(), first.size());
+        tiles_.first_tile = first_->as<std::int64_t>();
     }
     const Tiles& view() const { return tiles_; }
 
 private:
-    Buffer buffer_;
+    std::shared_ptr<const Buffer> first_;
     Tiles tiles_;
 };
 
