@@ -1,10 +1,13 @@
-// CPU benchmarks (Google Benchmark): the operators at growing lengths, and a training step against what OpenBLAS alone takes
-// for its matrix products. docs/benchmarks/ holds figures with machine and command.
+// CPU benchmarks (Google Benchmark): the operators at growing lengths, a training step against what OpenBLAS alone takes for
+// its matrix products, and reading of token files. docs/benchmarks/ holds figures with machine and command.
 #include <benchmark/benchmark.h>
 #include <cblas.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,6 +15,8 @@
 #include "autograd/ops.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "data/loader.h"
+#include "data/token_file.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/levels.h"
 #include "model/language_model.h"
@@ -197,6 +202,93 @@ void register_training_steps() {
                 ->UseRealTime()->Unit(benchmark::kMillisecond);
 }
 
+// ---- reading --------------------------------------------------------------------------------------------------------------
+
+// A token file that is larger than what a reader keeps decoded, gone at the end: lengths of documents vary as those of text do.
+class BenchmarkCorpus {
+public:
+    static const std::string& path(int deflate) {
+        static BenchmarkCorpus corpora[2];
+        BenchmarkCorpus& corpus = corpora[deflate > 0];
+        if (corpus.path_.empty()) corpus.write(deflate);
+        return corpus.path_;
+    }
+    ~BenchmarkCorpus() {
+        if (!path_.empty()) std::filesystem::remove(path_);
+    }
+
+private:
+    void write(int deflate) {
+        path_ = (std::filesystem::temp_directory_path() / ("fenwick_bench_" + std::to_string(getpid()) + "_" + std::to_string(deflate))).string();
+        data::TokenFileWriter writer(path_, *data::open_tokenizer("bytes"), deflate);
+        Random random(1);
+        std::vector<std::int32_t> ids;
+        for (std::int64_t tokens = 0; tokens < std::int64_t{1} << 27; tokens += static_cast<std::int64_t>(ids.size()) + 1) {
+            ids.resize(static_cast<std::size_t>(std::exp(6.0 + 1.2 * random.normal())) + 1);
+            for (auto& id : ids) id = static_cast<std::int32_t>(random.below(256));
+            writer.append(ids.data(), static_cast<std::int64_t>(ids.size()));
+            writer.end_document(1, 1);
+        }
+        writer.finish();
+    }
+    std::string path_;
+};
+
+constexpr std::int64_t batch_rows = 16;  // of 2,048 tokens
+
+data::Loader benchmark_loader(data::Packing packing, int deflate) {
+    return data::Loader({.corpora = {{BenchmarkCorpus::path(deflate)}}, .sequence_length = 2048, .packing = packing, .seed = 1});
+}
+
+// A whole epoch, in which every chunk's checksum is compared once.
+void read_first_epoch(benchmark::State& state, data::Packing packing, int deflate) {
+    std::int64_t tokens = 0;
+    for (auto _ : state) {
+        const data::Loader loader = benchmark_loader(packing, deflate);
+        for (std::int64_t row = 0; row < loader.rows_per_epoch(); row += batch_rows) tokens += loader.read(row, batch_rows).valid_targets;
+    }
+    state.counters["tokens_per_s"] = benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsRate);
+}
+
+// Batches after that.
+void read_batches(benchmark::State& state, data::Packing packing, int deflate) {
+    const data::Loader loader = benchmark_loader(packing, deflate);
+    std::int64_t row = 0, tokens = 0;
+    for (; row < loader.rows_per_epoch(); row += batch_rows) benchmark::DoNotOptimize(loader.read(row, batch_rows));
+    for (auto _ : state) {
+        tokens += loader.read(row, batch_rows).valid_targets;
+        row += batch_rows;
+    }
+    state.counters["tokens_per_s"] = benchmark::Counter(static_cast<double>(tokens), benchmark::Counter::kIsRate);
+    state.counters["fill"] = loader.fill();
+}
+
+// What a run does before its first batch.
+void open_corpus(benchmark::State& state, data::Packing packing) {
+    for (auto _ : state) {
+        const data::Loader loader = benchmark_loader(packing, 0);
+        benchmark::DoNotOptimize(loader.rows_per_epoch());
+    }
+}
+
+void register_reading() {
+    using data::Packing;
+    struct Mode {
+        std::string name;
+        Packing packing;
+        int deflate;
+    };
+    for (const Mode& mode : {Mode{"stream", Packing::stream, 0}, Mode{"masked_stream", Packing::masked_stream, 0},
+                             Mode{"documents", Packing::documents, 0}, Mode{"stream_deflated", Packing::stream, 6}}) {
+        benchmark::RegisterBenchmark(("read_first_epoch/" + mode.name).c_str(), read_first_epoch, mode.packing, mode.deflate)
+            ->UseRealTime()->Iterations(1)->Unit(benchmark::kMillisecond);
+        benchmark::RegisterBenchmark(("read_batches/" + mode.name).c_str(), read_batches, mode.packing, mode.deflate)
+            ->UseRealTime()->Unit(benchmark::kMicrosecond);
+    }
+    benchmark::RegisterBenchmark("open_corpus/stream", open_corpus, Packing::stream)->UseRealTime()->Unit(benchmark::kMillisecond);
+    benchmark::RegisterBenchmark("open_corpus/documents", open_corpus, Packing::documents)->UseRealTime()->Unit(benchmark::kMillisecond);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -205,5 +297,6 @@ int main(int argc, char** argv) {
     benchmark::Initialize(&argc, argv);
     if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
     register_training_steps();
+    register_reading();
     benchmark::RunSpecifiedBenchmarks();
 }

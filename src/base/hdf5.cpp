@@ -460,6 +460,34 @@ void File::read_slice(const std::string& name, std::int64_t offset, std::int64_t
 }
 
 template <class T>
+std::int64_t File::position_of_chunk(const std::string& name, std::int64_t first) const {
+    const Lock lock;
+    const Handle dataset = open_dataset(file_.get(), name, path_);
+    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, "H5Dget_type"));
+    const Handle properties = own_properties(checked(H5Dget_create_plist(dataset.get()), path_, "H5Dget_create_plist"));
+    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path_, "H5Dget_space"));
+    if (H5Tequal(type.get(), native_type<T>()) <= 0 || H5Pget_layout(properties.get()) != H5D_CHUNKED ||
+        H5Pget_nfilters(properties.get()) != 0 || H5Sget_simple_extent_ndims(space.get()) != 1)
+        return -1;
+    const auto coordinate = static_cast<hsize_t>(first);
+    unsigned filters = 0;
+    haddr_t address = HADDR_UNDEF;
+    hsize_t bytes = 0;
+    if (H5Dget_chunk_info_by_coord(dataset.get(), &coordinate, &filters, &address, &bytes) < 0) {
+        H5Eclear2(H5E_DEFAULT);
+        return -1;
+    }
+    return address == HADDR_UNDEF ? -1 : static_cast<std::int64_t>(address);
+}
+
+int File::descriptor() const {
+    const Lock lock;
+    void* handle = nullptr;
+    checked(H5Fget_vfd_handle(file_.get(), H5P_DEFAULT, &handle), path_, "H5Fget_vfd_handle");
+    return *static_cast<int*>(handle);
+}
+
+template <class T>
 void File::write(const std::string& name, const T* data, const std::vector<std::int64_t>& shape) {
     const Lock lock;
     write_all(file_.get(), name, native_type<T>(), data, shape, path_);
@@ -481,6 +509,7 @@ void File::append(const std::string& name, const T* data, std::int64_t count) {
     template std::vector<T> File::read<T>(const std::string&) const;                                   \
     template void File::read_into<T>(const std::string&, T*, std::int64_t) const;                      \
     template void File::read_slice<T>(const std::string&, std::int64_t, std::int64_t, T*) const;       \
+    template std::int64_t File::position_of_chunk<T>(const std::string&, std::int64_t) const;          \
     template void File::write<T>(const std::string&, const T*, const std::vector<std::int64_t>&);      \
     template void File::create_appendable<T>(const std::string&, std::int64_t, int);                   \
     template void File::append<T>(const std::string&, const T*, std::int64_t)

@@ -72,6 +72,13 @@ public:
     template <class T>
     void read_slice(const std::string& name, std::int64_t offset, std::int64_t count, T* out) const;
 
+    // For reading past the library, from any thread and without its lock: where in the file the elements of a chunk of a
+    // one-dimensional dataset stand as they stand in memory as T, the first of them element `first`; -1 if they do not
+    // (filters, another layout or type). Files with a user block are not looked at.
+    template <class T>
+    std::int64_t position_of_chunk(const std::string& name, std::int64_t first) const;
+    int descriptor() const;  // the open file's, for pread
+
     // Writes a contiguous dataset of the given shape; parents are created.
     template <class T>
     void write(const std::string& name, const T* data, const std::vector<std::int64_t>& shape);

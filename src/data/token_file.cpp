@@ -4,7 +4,9 @@
 #include <zlib.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <cerrno>
 #include <cstring>
 #include <list>
 #include <map>
@@ -214,13 +216,16 @@ struct TokenFile::Implementation {
     std::int64_t token_bytes = 2, chunk_size = 0;
     std::size_t cache_bytes;
     std::vector<std::uint32_t> checksums;  // of each chunk
+    // Where the file holds each chunk as it is, once it has been found right; -1 before, and for chunks that are compressed.
+    std::vector<std::atomic<std::int64_t>> positions;
+    int descriptor = -1;
 
     // A list with one element a document, read when it is first asked for: a corpus of many shards opens quickly and needs
     // memory for those lists alone that are used.
     std::mutex lists;
     std::vector<std::int64_t> offsets, bytes, words;
 
-    // Least recently used chunks make room.
+    // Compressed chunks. Least recently used ones make room.
     std::mutex mutex;
     std::list<std::int64_t> recent;  // newest first
     std::map<std::int64_t, std::pair<Chunk, std::list<std::int64_t>::iterator>> cache;
@@ -258,6 +263,9 @@ struct TokenFile::Implementation {
                       "{}: damaged token file: dataset 'tokens' is not {} values of uint{}", path, info.num_tokens,
                       8 * token_bytes);
         checksums = column<std::uint32_t>("token_checksums", (info.num_tokens + chunk_size - 1) / chunk_size);
+        positions = std::vector<std::atomic<std::int64_t>>(checksums.size());
+        for (auto& position : positions) position.store(-1, std::memory_order_relaxed);
+        descriptor = file.descriptor();
     }
 
     const std::vector<std::int64_t>& document_offsets() {
@@ -308,22 +316,39 @@ struct TokenFile::Implementation {
         return {found.begin(), found.end()};
     }
 
+    std::string name_of_chunk(std::int64_t index) const {
+        const std::int64_t first = index * chunk_size;
+        return fmt::format("{}: chunk {} of 'tokens' (tokens {} to {})", info.path, index, first,
+                           std::min(first + chunk_size, info.num_tokens) - 1);
+    }
+
+    // Reads a chunk and compares its checksum; notes where it can be read from next time.
     Chunk load(std::int64_t index) {
         const std::int64_t first = index * chunk_size, count = std::min(chunk_size, info.num_tokens - first);
         auto data = std::make_shared<std::vector<std::uint8_t>>(static_cast<std::size_t>(count * token_bytes));
-        const std::string name =
-            fmt::format("{}: chunk {} of 'tokens' (tokens {} to {})", info.path, index, first, first + count - 1);
         try {
             if (token_bytes == 2)
                 file.read_slice("tokens", first, count, reinterpret_cast<std::uint16_t*>(data->data()));
             else
                 file.read_slice("tokens", first, count, reinterpret_cast<std::uint32_t*>(data->data()));
         } catch (const Error& error) {
-            fail("{} is damaged: {}", name, error.what());
+            fail("{} is damaged: {}", name_of_chunk(index), error.what());
         }
         const std::uint32_t found = crc_of(data->data(), data->size()), stored = checksums[static_cast<std::size_t>(index)];
-        FENWICK_CHECK(found == stored, "{} is damaged: checksum {:08x} is stored, its contents have {:08x}", name, stored, found);
+        FENWICK_CHECK(found == stored, "{} is damaged: checksum {:08x} is stored, its contents have {:08x}", name_of_chunk(index),
+                      stored, found);
+        note_position(index, *data);
         return data;
+    }
+
+    void note_position(std::int64_t index, const std::vector<std::uint8_t>& contents) {
+        const std::int64_t first = index * chunk_size;
+        const std::int64_t position = token_bytes == 2 ? file.position_of_chunk<std::uint16_t>("tokens", first)
+                                                       : file.position_of_chunk<std::uint32_t>("tokens", first);
+        if (position < 0) return;
+        std::vector<std::uint8_t> stored(contents.size());
+        if (::pread(descriptor, stored.data(), stored.size(), position) == static_cast<ssize_t>(stored.size()) && stored == contents)
+            positions[static_cast<std::size_t>(index)].store(position, std::memory_order_relaxed);
     }
 
     Chunk chunk(std::int64_t index) {
@@ -335,6 +360,7 @@ struct TokenFile::Implementation {
             }
         }
         Chunk loaded = load(index);  // two threads may load the same; the first one in stays
+        if (position(index) >= 0) return loaded;
         std::lock_guard lock(mutex);
         if (const auto found = cache.find(index); found != cache.end()) return found->second.first;
         const std::size_t most = std::max<std::size_t>(4, cache_bytes / static_cast<std::size_t>(chunk_size * token_bytes));
@@ -347,17 +373,46 @@ struct TokenFile::Implementation {
         return loaded;
     }
 
-    // Tokens [first, first + count) of a chunk.
-    void copy(const Chunk& chunk, std::int64_t first, std::int64_t count, std::int32_t* out) const {
-        const auto vocab = static_cast<std::uint32_t>(info.vocab_size);
-        bool inside = true;
-        for (std::int64_t i = 0; i < count; ++i) {
-            std::uint32_t id = 0;
-            std::memcpy(&id, chunk->data() + (first + i) * token_bytes, static_cast<std::size_t>(token_bytes));
-            inside &= id < vocab;
-            out[i] = static_cast<std::int32_t>(id);
+    std::int64_t position(std::int64_t index) const { return positions[static_cast<std::size_t>(index)].load(std::memory_order_relaxed); }
+
+    // As token ids, checked against the vocabulary.
+    void convert(const void* stored, std::int64_t count, std::int32_t* out) const {
+        const auto widen = [&](const auto* values) {
+            std::uint32_t highest = 0;
+            for (std::int64_t i = 0; i < count; ++i) {
+                highest = std::max<std::uint32_t>(highest, values[i]);
+                out[i] = static_cast<std::int32_t>(values[i]);
+            }
+            FENWICK_CHECK(static_cast<std::int64_t>(highest) < info.vocab_size || count == 0,
+                          "{}: a token is outside the vocabulary of {}", info.path, info.vocab_size);
+        };
+        if (token_bytes == 2)
+            widen(static_cast<const std::uint16_t*>(stored));
+        else
+            widen(static_cast<const std::uint32_t*>(stored));
+    }
+
+    // Tokens [first, first + count) of a chunk. One whose checksum was right and that stands in the file as it is, is read from
+    // there: the system keeps the file in memory, and only what is asked for is copied.
+    void read(std::int64_t index, std::int64_t first, std::int64_t count, std::int32_t* out) {
+        std::int64_t place = position(index);
+        if (place < 0) {
+            const Chunk whole = chunk(index);
+            return convert(whole->data() + first * token_bytes, count, out);
         }
-        FENWICK_CHECK(inside, "{}: a token is outside the vocabulary of {}", info.path, vocab);
+        alignas(8) std::uint8_t buffer[1 << 14];
+        for (place += first * token_bytes; count > 0;) {
+            const auto step = std::min(count, static_cast<std::int64_t>(sizeof(buffer)) / token_bytes);
+            const auto bytes = static_cast<ssize_t>(step * token_bytes);
+            errno = 0;
+            FENWICK_CHECK(::pread(descriptor, buffer, static_cast<std::size_t>(bytes), place) == bytes, "{} cannot be read{}{}",
+                          name_of_chunk(index), errno != 0 ? ": " : "; the file has become shorter",
+                          errno != 0 ? std::strerror(errno) : "");
+            convert(buffer, step, out);
+            place += bytes;
+            count -= step;
+            out += step;
+        }
     }
 };
 
@@ -389,7 +444,7 @@ void TokenFile::read(std::int64_t offset, std::int64_t count, std::int32_t* out)
                   self.info.num_tokens);
     while (count > 0) {
         const std::int64_t first = offset % self.chunk_size, step = std::min(count, self.chunk_size - first);
-        self.copy(self.chunk(offset / self.chunk_size), first, step, out);
+        self.read(offset / self.chunk_size, first, step, out);
         offset += step;
         count -= step;
         out += step;
@@ -425,7 +480,7 @@ void TokenFile::verify() const {
     std::size_t document = 1;
     for (std::int64_t index = 0; index < static_cast<std::int64_t>(self.checksums.size()); ++index) {
         const std::int64_t first = index * self.chunk_size, count = std::min(self.chunk_size, self.info.num_tokens - first);
-        self.copy(self.load(index), 0, count, ids.data());
+        self.convert(self.load(index)->data(), count, ids.data());
         for (; document < offsets.size() && offsets[document] <= first + count; ++document)
             FENWICK_CHECK(ids[static_cast<std::size_t>(offsets[document] - 1 - first)] == self.info.end_of_document,
                           "{}: document {} does not end with the end-of-document token", self.info.path, document - 1);

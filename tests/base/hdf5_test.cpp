@@ -2,7 +2,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <numeric>
 #include <thread>
 
@@ -264,6 +266,35 @@ TEST(Hdf5, SeveralThreadsReadOneFile) {
         });
     for (auto& thread : threads) thread.join();
     EXPECT_THAT(sums, testing::Each(10000 * 9999 / 2));
+}
+
+// Elements found past the library are those that it reads, where the file holds them as they are in memory.
+TEST(Hdf5, PositionsOfChunks) {
+    test::TemporaryFolder folder;
+    std::vector<std::uint16_t> values(1000);
+    std::iota(values.begin(), values.end(), std::uint16_t{7});
+    {
+        File file = File::create(folder / "a.h5");
+        for (const auto& [name, deflate] : {std::pair{"plain", 0}, std::pair{"deflated", 1}}) {
+            file.create_appendable<std::uint16_t>(name, 64, deflate);
+            file.append(name, values.data(), 1000);
+        }
+        file.write("contiguous", values.data(), {1000});
+        file.close();
+    }
+    const File file = File::open(folder / "a.h5");
+    for (std::int64_t first = 0; first < 1000; first += 64) {
+        const std::int64_t position = file.position_of_chunk<std::uint16_t>("plain", first);
+        const auto count = static_cast<std::size_t>(std::min<std::int64_t>(64, 1000 - first));
+        ASSERT_GT(position, 0);
+        std::vector<std::uint16_t> found(count);
+        ASSERT_EQ(pread(file.descriptor(), found.data(), 2 * count, position), static_cast<ssize_t>(2 * count));
+        EXPECT_TRUE(std::equal(found.begin(), found.end(), values.begin() + first));
+        EXPECT_EQ(file.position_of_chunk<std::uint32_t>("plain", first), -1);
+        EXPECT_EQ(file.position_of_chunk<std::uint16_t>("deflated", first), -1);
+        EXPECT_EQ(file.position_of_chunk<std::uint16_t>("contiguous", first), -1);
+    }
+    EXPECT_EQ(file.position_of_chunk<std::uint16_t>("plain", 4096), -1);
 }
 
 }  // namespace

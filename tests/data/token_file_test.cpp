@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <numeric>
 #include <thread>
 
@@ -100,11 +101,12 @@ TEST_P(TokenFiles, RoundTrip) {
     std::vector<std::int32_t> all(written.tokens.size());
     file.read(0, file.info().num_tokens, all.data());
     EXPECT_EQ(all, written.tokens);
+    const TokenFile fresh(folder / "a.h5");  // whose chunks are met in any order, and then again
     Random random(1);
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 400; ++i) {
         const auto first = random.below(written.tokens.size() + 1), count = random.below(written.tokens.size() - first + 1);
         std::vector<std::int32_t> part(count);
-        file.read(static_cast<std::int64_t>(first), static_cast<std::int64_t>(count), part.data());
+        (i % 2 == 0 ? file : fresh).read(static_cast<std::int64_t>(first), static_cast<std::int64_t>(count), part.data());
         EXPECT_TRUE(std::equal(part.begin(), part.end(), written.tokens.begin() + static_cast<std::ptrdiff_t>(first)));
     }
     EXPECT_THAT(error_of([&] { file.read(file.info().num_tokens, 1, all.data()); }), HasSubstr("are asked for; the file has"));
@@ -121,24 +123,38 @@ TEST_P(TokenFiles, RoundTrip) {
 
 TEST(TokenFile, VerifyAcceptsAWholeFileAndThreadsShareIt) {
     test::TemporaryFolder folder;
-    const Written written = write(folder / "a.h5", *open_tokenizer("bytes"), 60, 1);
+    for (const int deflate : {0, 1}) {
+        const Written written = write(folder / "a.h5", *open_tokenizer("bytes"), 60, deflate);
+        const TokenFile file(folder / "a.h5");
+        file.verify();
+        EXPECT_EQ(file.tokenizer()->kind(), "bytes");
+        const TokenFile shared(folder / "a.h5");
+        std::vector<std::thread> threads;
+        std::vector<int> wrong(4, 0);
+        for (std::size_t t = 0; t < 4; ++t)
+            threads.emplace_back([&, t] {
+                Random random(t);
+                std::int32_t part[97];
+                for (int i = 0; i < 300; ++i) {
+                    const auto first = random.below(written.tokens.size() - 97);
+                    shared.read(static_cast<std::int64_t>(first), 97, part);
+                    wrong[t] += !std::equal(part, part + 97, written.tokens.begin() + static_cast<std::ptrdiff_t>(first));
+                }
+            });
+        for (auto& thread : threads) thread.join();
+        EXPECT_THAT(wrong, testing::Each(0));
+    }
+}
+
+TEST(TokenFile, AFileThatShrinksWhileItIsOpen) {
+    test::TemporaryFolder folder;
+    const Written written = write(folder / "a.h5", *open_tokenizer("bytes"), 60, 0);
     const TokenFile file(folder / "a.h5");
-    file.verify();
-    EXPECT_EQ(file.tokenizer()->kind(), "bytes");
-    std::vector<std::thread> threads;
-    std::vector<int> wrong(4, 0);
-    for (std::size_t t = 0; t < 4; ++t)
-        threads.emplace_back([&, t] {
-            Random random(t);
-            std::int32_t part[97];
-            for (int i = 0; i < 300; ++i) {
-                const auto first = random.below(written.tokens.size() - 97);
-                file.read(static_cast<std::int64_t>(first), 97, part);
-                wrong[t] += !std::equal(part, part + 97, written.tokens.begin() + static_cast<std::ptrdiff_t>(first));
-            }
-        });
-    for (auto& thread : threads) thread.join();
-    EXPECT_THAT(wrong, testing::Each(0));
+    std::vector<std::int32_t> all(written.tokens.size());
+    file.read(0, file.info().num_tokens, all.data());
+    std::filesystem::resize_file(folder / "a.h5", 3000);
+    EXPECT_THAT(error_of([&] { file.read(0, file.info().num_tokens, all.data()); }),
+                HasSubstr(folder / "a.h5" + ": chunk 0 of 'tokens' (tokens 0 to 32767) cannot be read; the file has become shorter"));
 }
 
 // Any flipped bit of the tokens is found, by the chunk that holds it, and the other chunks stay readable.
