@@ -242,6 +242,7 @@ data::Loader benchmark_loader(data::Packing packing, int deflate) {
 
 // A whole epoch, in which every chunk's checksum is compared once.
 void read_first_epoch(benchmark::State& state, data::Packing packing, int deflate) {
+    BenchmarkCorpus::path(deflate);
     std::int64_t tokens = 0;
     for (auto _ : state) {
         const data::Loader loader = benchmark_loader(packing, deflate);
@@ -265,6 +266,7 @@ void read_batches(benchmark::State& state, data::Packing packing, int deflate) {
 
 // What a run does before its first batch.
 void open_corpus(benchmark::State& state, data::Packing packing) {
+    BenchmarkCorpus::path(0);
     for (auto _ : state) {
         const data::Loader loader = benchmark_loader(packing, 0);
         benchmark::DoNotOptimize(loader.rows_per_epoch());
