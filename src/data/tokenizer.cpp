@@ -1,11 +1,19 @@
 #include "data/tokenizer.h"
 
+#include <algorithm>
+#include <filesystem>
+
 #include "base/error.h"
 #include "base/files.h"
 #include "base/sha256.h"
 #include "data/sentencepiece.h"
+#include "data/tokenizer_json.h"
+#include "data/utf8.h"
 
 namespace fenwick::data {
+
+namespace fs = std::filesystem;
+
 namespace {
 
 // One id a byte, and one for the end of a document. Any bytes are text.
@@ -32,6 +40,42 @@ public:
     bool splits_at_newlines() const override { return true; }
 };
 
+constexpr const char* what_is_needed =
+    "\"bytes\", or the path of a SentencePiece model, a tokenizer.json, or a vocab.bpe beside its encoder.json is needed";
+
+// The file of a folder that defines a tokenizer.
+std::string file_of_tokenizer(const std::string& path) {
+    std::error_code ignored;
+    if (!fs::is_directory(path, ignored)) return path;
+    for (const char* name : {"tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt"})
+        if (const fs::path file = fs::path(path) / name; fs::exists(file, ignored)) return file.string();
+    fail("tokenizer {}: a folder without tokenizer.json, tokenizer.model or vocab.bpe; {}", path, what_is_needed);
+}
+
+bool looks_like_json(std::string_view text) {
+    const auto first = std::find_if_not(text.begin(), text.end(), is_space);
+    return first != text.end() && *first == '{';
+}
+
+// GPT-2's two files, "" where `path` is neither.
+struct Gpt2Pair {
+    std::string merges, vocabulary;
+};
+Gpt2Pair find_gpt2_pair(const std::string& path) {
+    const fs::path folder = fs::path(path).parent_path();
+    const std::string name = fs::path(path).filename().string();
+    for (const auto& [merges, vocabulary] : {std::pair("vocab.bpe", "encoder.json"), std::pair("merges.txt", "vocab.json")}) {
+        if (name != merges && name != vocabulary) continue;
+        const Gpt2Pair pair = {name == vocabulary ? (folder / merges).string() : path, (folder / vocabulary).string()};
+        for (const std::string& file : {pair.merges, pair.vocabulary}) {
+            std::error_code ignored;
+            FENWICK_CHECK(fs::exists(file, ignored), "tokenizer {}: {} must stand beside it", path, fs::path(file).filename().string());
+        }
+        return pair;
+    }
+    return {};
+}
+
 }  // namespace
 
 std::size_t Tokenizer::safe_cut(std::string_view, std::size_t) const { return 0; }
@@ -44,21 +88,33 @@ std::string Tokenizer::identity() const {
     return hash.hex();
 }
 
-std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path) {
-    if (name_or_path == "bytes") return std::make_unique<ByteTokenizer>();
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const std::string& end_of_document) {
+    const auto without_name = [&](std::unique_ptr<Tokenizer> tokenizer) {
+        FENWICK_CHECK(end_of_document.empty(), "{} tokenizers have their own end of a document; --end-of-document is for a tokenizer.json",
+                      tokenizer->kind());
+        return tokenizer;
+    };
+    if (name_or_path == "bytes") return without_name(std::make_unique<ByteTokenizer>());
+    const std::string path = file_of_tokenizer(name_or_path);
     std::string definition;
     try {
-        definition = read_file(name_or_path);
+        definition = read_file(path);
     } catch (const Error& error) {
-        fail("tokenizer {}; \"bytes\" or the path of a SentencePiece model is needed", error.what());
+        fail("tokenizer {}; {}", error.what(), what_is_needed);
     }
-    return make_sentencepiece(definition, name_or_path);
+    if (const auto pair = find_gpt2_pair(path); !pair.merges.empty())
+        definition = tokenizer_json_of_gpt2(read_file(pair.merges), read_file(pair.vocabulary), fs::path(path).parent_path().string());
+    else if (!looks_like_json(definition))
+        return without_name(make_sentencepiece(definition, path));
+    if (!end_of_document.empty()) definition = with_end_of_document(definition, end_of_document, path);
+    return make_tokenizer_json(definition, path);
 }
 
 std::unique_ptr<Tokenizer> restore_tokenizer(const std::string& kind, const std::string& definition) {
     if (kind == "bytes") return std::make_unique<ByteTokenizer>();
     if (kind == "sentencepiece") return make_sentencepiece(definition, "the stored tokenizer");
-    fail("tokenizer kind '{}' is unknown; this program knows bytes and sentencepiece", kind);
+    if (kind == "tokenizer.json") return make_tokenizer_json(definition, "the stored tokenizer");
+    fail("tokenizer kind '{}' is unknown; this program knows bytes, sentencepiece and tokenizer.json", kind);
 }
 
 }  // namespace fenwick::data

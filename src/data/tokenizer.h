@@ -13,14 +13,15 @@ class Tokenizer {
 public:
     virtual ~Tokenizer() = default;
 
-    virtual std::string kind() const = 0;               // "bytes", "sentencepiece", ...
+    virtual std::string kind() const = 0;               // "bytes", "sentencepiece", "tokenizer.json"
     virtual std::int64_t vocab_size() const = 0;
     virtual std::int32_t end_of_document() const = 0;   // the id written after each document; not text
     // Appends the ids of `text`; never adds begin or end tokens. Safe to call from several threads.
     virtual void encode(std::string_view text, std::vector<std::int32_t>& ids) const = 0;
-    // The text of ids; end_of_document reads as "". Throws Error for an id outside [0, vocab_size).
+    // The text of ids; end_of_document reads as "" or, in a tokenizer.json, as its name. Throws Error for an id outside
+    // [0, vocab_size).
     virtual std::string decode(const std::int32_t* ids, std::int64_t count) const = 0;
-    // The file that defines it (a SentencePiece model), "" for bytes: stored in token files and checkpoints, so that
+    // The file that defines it (a SentencePiece model, a tokenizer.json), "" for bytes: stored in token files and checkpoints, so that
     // either alone suffices to decode.
     virtual std::string definition() const = 0;
     // A place where `text` may be cut so that its parts are encoded by themselves: some p with 0 < p <= limit <= text.size()
@@ -37,8 +38,11 @@ public:
     std::string identity() const;
 };
 
-// "bytes", or the path of a SentencePiece .model file. Throws Error naming what is wrong.
-std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path);
+// "bytes", or the path of a SentencePiece .model, of a Hugging Face tokenizer.json, of GPT-2's vocab.bpe or encoder.json (or
+// merges.txt, vocab.json: the same under other names), or of a folder that holds one of these. `end_of_document` names the
+// token that ends documents where a tokenizer.json has none of the usual names, or several. Throws Error naming what is
+// wrong.
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const std::string& end_of_document = "");
 // From what a token file or checkpoint stores.
 std::unique_ptr<Tokenizer> restore_tokenizer(const std::string& kind, const std::string& definition);
 

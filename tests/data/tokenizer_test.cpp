@@ -14,6 +14,7 @@
 #include "data/utf8.h"
 #include "support/shared_data.h"
 #include "support/temporary_folder.h"
+#include "support/tokenizer_check.h"
 
 namespace fenwick::data {
 namespace {
@@ -21,76 +22,11 @@ namespace {
 using test::error_of;
 using testing::HasSubstr;
 
-std::vector<std::int32_t> encode(const Tokenizer& tokenizer, std::string_view text) {
-    std::vector<std::int32_t> ids;
-    tokenizer.encode(text, ids);
-    for (const auto id : ids) {
-        EXPECT_GE(id, 0);
-        EXPECT_LT(id, tokenizer.vocab_size());
-        EXPECT_NE(id, tokenizer.end_of_document());
-    }
-    return ids;
-}
-std::string decode(const Tokenizer& tokenizer, const std::vector<std::int32_t>& ids) {
-    return tokenizer.decode(ids.data(), static_cast<std::int64_t>(ids.size()));
-}
-
-std::string random_bytes(std::uint64_t seed, std::size_t length) {
-    Random random(seed);
-    std::string text;
-    for (std::size_t i = 0; i < length; ++i) text += static_cast<char>(random.below(256));
-    return text;
-}
-
-// Characters of every length, with those that tokenizers treat in their own way among them.
-std::string random_unicode(std::uint64_t seed, std::size_t characters) {
-    static const std::vector<std::string> special = {" ",  "  ", "\n", "\r\n", "\t", "\xE2\x96\x81" /* U+2581 */, "\xE2\x96\x85" /* U+2585 */,
-                                                     "\xEF\xBF\xBD" /* U+FFFD */, "\xE2\x81\x87" /* U+2047 */, "<unk>", "<s>", "</s>",
-                                                     "<0x0A>", "<|unknown|>", "<|end of document|>", std::string(1, '\0'), "e\xCC\x81",
-                                                     "\xEF\xBB\xBF" /* byte order mark */, "\xC2\xA0", "the", "The "};
-    Random random(seed);
-    std::string text;
-    for (std::size_t i = 0; i < characters; ++i) {
-        const std::uint64_t bits = 1 + random.below(21);
-        const auto code = static_cast<std::uint32_t>(random.below(std::uint64_t{1} << bits));
-        if (random.below(4) == 0)
-            text += special[random.below(special.size())];
-        else if (code < 0x80)
-            text += static_cast<char>(code);
-        else if (code < 0x800)
-            text += {static_cast<char>(0xc0 | code >> 6), static_cast<char>(0x80 | (code & 63))};
-        else if (code < 0x10000 && (code < 0xd800 || code > 0xdfff))
-            text += {static_cast<char>(0xe0 | code >> 12), static_cast<char>(0x80 | (code >> 6 & 63)), static_cast<char>(0x80 | (code & 63))};
-        else if (code >= 0x10000 && code < 0x110000)
-            text += {static_cast<char>(0xf0 | code >> 18), static_cast<char>(0x80 | (code >> 12 & 63)),
-                     static_cast<char>(0x80 | (code >> 6 & 63)), static_cast<char>(0x80 | (code & 63))};
-    }
-    return text;
-}
-
-// Encodes in pieces cut by safe_cut, each found from a window of at most `longest` bytes, or more where none is found.
-std::vector<std::int32_t> encode_in_pieces(const Tokenizer& tokenizer, std::string_view text, std::uint64_t seed, std::size_t longest,
-                                           int* pieces = nullptr) {
-    Random random(seed);
-    std::vector<std::int32_t> ids;
-    std::size_t reach = longest;
-    while (!text.empty()) {
-        const std::size_t window = std::min<std::size_t>(text.size(), 1 + random.below(reach));
-        const std::size_t limit = 1 + random.below(window);
-        std::size_t cut = tokenizer.safe_cut(text.substr(0, window), limit);
-        EXPECT_LE(cut, limit);
-        if (cut == 0 && window == text.size()) cut = text.size();
-        if (cut == 0) {
-            reach *= 2;
-            continue;
-        }
-        tokenizer.encode(text.substr(0, cut), ids);
-        text.remove_prefix(cut);
-        reach = longest;
-        if (pieces != nullptr) ++*pieces;
-    }
-    return ids;
-}
+using test::decode;
+using test::encode;
+using test::encode_in_pieces;
+using test::random_bytes;
+using test::random_unicode;
 
 TEST(Utf8, LengthOfValidAndInvalidCharacters) {
     EXPECT_EQ(utf8_length(""), 0u);
@@ -127,7 +63,8 @@ TEST(Tokenizer, SaysWhatIsWrong) {
     test::TemporaryFolder folder;
     const std::string model = folder / "a.model";
     EXPECT_EQ(error_of([&] { open_tokenizer(model); }),
-              "tokenizer " + model + ": no such file; \"bytes\" or the path of a SentencePiece model is needed");
+              "tokenizer " + model + ": no such file; \"bytes\", or the path of a SentencePiece model, a tokenizer.json, or a vocab.bpe "
+              "beside its encoder.json is needed");
     for (const std::string& text : {std::string(), std::string("hello\n"), random_bytes(3, 1000)}) {
         test::write_text(model, text);
         EXPECT_THAT(error_of([&] { open_tokenizer(model); }), HasSubstr(model + " is not a SentencePiece model"));
@@ -198,6 +135,7 @@ TEST_P(TrainedTokenizer, IsLossless) {
     EXPECT_TRUE(tokenizer->splits_at_newlines());
     const auto ids = encode(*tokenizer, text);
     EXPECT_EQ(decode(*tokenizer, ids), text);
+    EXPECT_THAT(ids, testing::Not(testing::Contains(tokenizer->end_of_document())));
     EXPECT_LT(ids.size(), text.size() / (options.model_type == "bpe" ? 3 : 1)) << "no piece longer than a byte was learnt";
     for (std::uint64_t seed = 0; seed < 200; ++seed) {
         const std::string unicode = random_unicode(seed, 60), bytes = random_bytes(seed, 100);
