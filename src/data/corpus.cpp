@@ -1,5 +1,7 @@
 #include "data/corpus.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -19,7 +21,6 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view format_name = "fenwick-corpus";
 constexpr std::int64_t format_version = 1;
-constexpr std::size_t most_open_shards = 64;
 constexpr std::size_t cache_bytes = 64 << 20;  // of decoded chunks, over all open shards
 
 std::string in_folder(const std::string& folder, std::string_view name) { return (fs::path(folder) / name).string(); }
@@ -31,6 +32,21 @@ std::string checksum_of(nlohmann::json manifest) {
 }
 
 }  // namespace
+
+std::size_t most_open_shards() {
+    // The limit that counts is often a low default for programs that use select(), far below what is allowed.
+    static const std::size_t most = [] {
+        rlimit limit{};
+        if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return std::size_t{64};
+        const rlim_t wanted = std::min<rlim_t>(limit.rlim_max, 4096);
+        if (limit.rlim_cur < wanted) {
+            rlimit raised{wanted, limit.rlim_max};
+            if (setrlimit(RLIMIT_NOFILE, &raised) == 0) limit = raised;
+        }
+        return std::clamp<std::size_t>(limit.rlim_cur / 4, 16, 1024);
+    }();
+    return most;
+}
 
 bool is_corpus_folder(const std::string& path) {
     std::error_code ignored;
@@ -110,6 +126,7 @@ struct TokenCorpus::Implementation {
 
     CorpusManifest manifest;
     bool is_folder = false;
+    std::size_t most;  // shards that stay open
     std::vector<std::int64_t> tokens{0}, documents{0};  // where each shard begins, and the ends
 
     std::mutex mutex;
@@ -117,7 +134,7 @@ struct TokenCorpus::Implementation {
     std::list<std::size_t> recent;   // the open ones, most recently used first
     std::vector<std::list<std::size_t>::iterator> place;
 
-    explicit Implementation(const std::string& path) {
+    Implementation(const std::string& path, std::size_t most_open) : most(most_open) {
         std::error_code ignored;
         is_folder = fs::is_directory(path, ignored);
         Shard single;
@@ -173,8 +190,7 @@ struct TokenCorpus::Implementation {
             return open[index];
         }
         const CorpusManifest::Shard& listed = manifest.shards[index];
-        const std::size_t most = std::min(most_open_shards, manifest.shards.size());
-        auto file = std::make_shared<TokenFile>(path_of(listed), cache_bytes / most);
+        auto file = std::make_shared<TokenFile>(path_of(listed), cache_bytes / std::min(most, manifest.shards.size()));
         FENWICK_CHECK(file->digest() == listed.digest && file->info().num_tokens == listed.num_tokens &&
                           file->info().num_documents == listed.num_documents &&
                           file->info().tokenizer_identity == manifest.info.tokenizer_identity,
@@ -192,7 +208,8 @@ struct TokenCorpus::Implementation {
     }
 };
 
-TokenCorpus::TokenCorpus(const std::string& path) : implementation_(std::make_unique<Implementation>(path)) {}
+TokenCorpus::TokenCorpus(const std::string& path, std::size_t most_open)
+    : implementation_(std::make_unique<Implementation>(path, std::max<std::size_t>(most_open, 1))) {}
 TokenCorpus::~TokenCorpus() = default;
 TokenCorpus::TokenCorpus(TokenCorpus&&) noexcept = default;
 

@@ -33,12 +33,16 @@ struct CorpusManifest {
 
 bool is_corpus_folder(const std::string& path);  // holds a manifest
 
+// How many shards a process can well keep open: a quarter of the files that the system lets it open.
+std::size_t most_open_shards();
+
 // Opening checks that every shard is there with the size that the manifest says. A shard is opened when it is first
-// needed, and its digest compared; a bounded number stay open. Thread-safe.
+// needed, and its digest compared; at most `most_open` stay open. A run with shuffled rows touches any shard at any time,
+// so that it is much slower where they do not all stay open. Thread-safe.
 class TokenCorpus {
 public:
     // Throws Error: nothing there, a missing, foreign or truncated shard, a damaged manifest.
-    explicit TokenCorpus(const std::string& path);
+    explicit TokenCorpus(const std::string& path, std::size_t most_open = most_open_shards());
     ~TokenCorpus();
     TokenCorpus(TokenCorpus&&) noexcept;
 

@@ -27,9 +27,10 @@ struct Range {
 // Corpora read as one, and how their tokens become rows.
 class Source {
 public:
-    Source(const std::vector<std::string>& paths, Packing packing, std::int64_t length) : packing_(packing), length_(length) {
+    Source(const std::vector<std::string>& paths, Packing packing, std::int64_t length, std::size_t most_open)
+        : packing_(packing), length_(length) {
         for (const std::string& path : paths) {
-            corpora_.emplace_back(path);
+            corpora_.emplace_back(path, most_open);
             starts_.push_back(starts_.back() + corpora_.back().info().num_tokens);
             documents_.push_back(documents_.back() + corpora_.back().info().num_documents);
         }
@@ -145,6 +146,7 @@ struct Loader::Implementation {
         FENWICK_CHECK(!options.corpora.empty(), "[loader] no token files are given");
         FENWICK_CHECK(options.sequence_length >= 1, "[loader] sequence length {} is asked for; it must be at least 1",
                       options.sequence_length);
+        const std::size_t most_open = most_open_shards() / options.corpora.size();
         std::vector<std::string> paths;
         std::vector<double> rates;
         for (const auto& corpus : options.corpora) {
@@ -154,12 +156,12 @@ struct Loader::Implementation {
                           corpus.weight > 0 ? "one" : "none");
             paths.push_back(corpus.path);
             if (corpus.weight == 0) continue;
-            sources.emplace_back(paths, options.packing, options.sequence_length);
+            sources.emplace_back(paths, options.packing, options.sequence_length, most_open);
             paths.clear();
             // Rows at such a rate that tokens have the weight asked for: packed rows of one corpus may be fuller.
             rates.push_back(corpus.weight * static_cast<double>(sources.back().rows()) / static_cast<double>(sources.back().targets()));
         }
-        if (!paths.empty()) sources.emplace_back(paths, options.packing, options.sequence_length);
+        if (!paths.empty()) sources.emplace_back(paths, options.packing, options.sequence_length, most_open);
         if (sources.size() > 1) mixture.emplace(rates);
         const auto& first = front();
         for (const auto& source : sources)
