@@ -1469,8 +1469,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             });
         };
         if constexpr (std::is_same_v<T, tile::bf16>) {
-            constexpr bool checked_on_a_card = false;  // emulated only, so far
-            if (checked_on_a_card && fits_pipelined(p) && p.value_tiles == 1 && p.wide_o) {
+            if (fits_pipelined(p) && p.value_tiles == 1 && p.wide_o) {
                 const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
