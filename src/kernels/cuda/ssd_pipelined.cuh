@@ -28,6 +28,71 @@ __device__ __forceinline__ int warpgroup_index() { return tile::thread_index() /
 // A thread's own fragments in shared memory: fragment n of a warpgroup's thread.
 __device__ __forceinline__ Fragment& own_fragment(Fragment* base, int n) { return base[n * threads + tile::team_index()]; }
 
+// A thread's part of copying tiles [64, 64] of a matrix whose rows lie `stride` elements apart: its 8 columns of rows `row`,
+// `row` + 16, ... What lies behind the last column or row becomes 0.
+struct TileCopy {
+    std::int64_t from, step;  // in elements: the thread's first ones, and 16 rows on
+    int to, row;
+    __device__ __forceinline__ TileCopy(std::int64_t stride, int columns) {
+        const int thread = tile::team_index(), column = thread % 8 * 8;
+        row = column < columns ? thread / 8 : edge;
+        to = tile::offset<bf16>(thread / 8, column);
+        from = thread / 8 * stride + column;
+        step = 16 * stride;
+    }
+    __device__ __forceinline__ void operator()(bf16* tile, const bf16* matrix, int rows) const {
+        const bf16* source = matrix + from;
+#pragma unroll
+        for (int n = 0; n < edge / 16; ++n, source += step)
+            tile::copy_async_16(tile + to + n * 16 * edge, source, row + n * 16 < rows);
+    }
+};
+
+// Writes the tile's rows x columns elements; `aligned`: neighbours may be written as one word.
+__device__ __forceinline__ void store_tile(Accumulator& acc, bf16* to, std::int64_t stride, int rows, int columns,
+                                           bool aligned) {
+    if (columns < edge || !aligned) {
+        store_clipped(acc, to, stride, rows, columns, aligned);
+        return;
+    }
+    const int t = warpgroup::first_row();
+    to += t * stride + tile::team_index() % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (t + r * 8 >= rows) break;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) tile::store_pair(to + r * 8 * stride + n * 8, acc.x[n][2 * r], acc.x[n][2 * r + 1]);
+    }
+}
+
+// The buckets that a chunk reads.
+struct LiveBucket {
+    int slot, level;
+};
+constexpr int most_live = 32;
+template <class T>
+__device__ __forceinline__ void list_live(const Problem<T>& p, int slot_id, int chunk, int live, LiveBucket* to) {
+    const int n = tile::thread_index();
+    if (n >= live) return;
+    const Live bucket = live_bucket(p, chunk, n);
+    to[n] = {slot_id - bucket.back, bucket.level};
+}
+
+__device__ __forceinline__ const bf16* values_at(const Problem<bf16>& p, std::int64_t token, int h, int vt) {
+    return p.v + token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge;
+}
+__device__ __forceinline__ const bf16* output_grad_at(const Problem<bf16>& p, std::int64_t token, int h) {
+    return p.d_o + (token * p.heads + h) * p.value_width;
+}
+// The KT tiles of a state's value tile, one below the other.
+template <int KT>
+__device__ __forceinline__ void copy_state(const Problem<bf16>& p, const TileCopy& copy, bf16* to, const bf16* states, int slot,
+                                           int h, int vt) {
+    const bf16* const from = states + p.state_at(slot, h) + vt * edge;
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) copy(to + kt * area, from + kt * edge * p.value_width, p.key_width - kt * edge);
+}
+
 // The two tiles of a chunk that a block works on. Grid: 2 x slots.
 struct Pair {
     SlotInfo slot;
@@ -77,8 +142,11 @@ struct HeadScalars {
     static __device__ __forceinline__ float decay(double from, double to) {
         return exp2_fast(fminf(static_cast<float>(to - from), 0.0f) * log2_e);
     }
-    // Level scale of the row-th token of the tiles whose scales were loaded.
-    __device__ __forceinline__ float scale(int row, int level) const { return scales()[row * stride + min(level, levels - 1)]; }
+    // Level scale of the row-th token of the tiles whose scales were loaded; those of the next ones are `stride` apart.
+    __device__ __forceinline__ const float* scales_of(int row, int level) const {
+        return scales() + row * stride + min(level, levels - 1);
+    }
+    __device__ __forceinline__ float scale(int row, int level) const { return *scales_of(row, level); }
 
     // By all threads of the block, before it synchronizes for the first time.
     template <class T>
@@ -89,8 +157,8 @@ struct HeadScalars {
     // Copies of the producer: gamma and start of tiles [first, last] of the chunk, its end, ends of `live` buckets, scales of the
     // tokens of tiles [scale_first, last].
     template <class T>
-    __device__ __forceinline__ void load(const Problem<T>& p, const Pair& pair, int h, int first, int last, int live,
-                                         int scale_first) const {
+    __device__ __forceinline__ void load(const Problem<T>& p, const Pair& pair, int h, int first, int last,
+                                         const LiveBucket* buckets, int live, int scale_first) const {
         const int thread = tile::team_index();
         for (int x = first * edge + thread * 4; x < (last + 1) * edge; x += threads * 4)
             tile::copy_async_16(gamma(0) + x, p.gamma + p.at(pair.slot.tile + x / edge, h) * edge + x % edge, true);
@@ -101,57 +169,34 @@ struct HeadScalars {
             tile::copy_async<8>(chunk_end(), p.chunk_end + p.at(pair.slot_id, h), true);
         } else if (thread >= 32 && thread < 32 + live) {
             const int n = thread - 32;
-            tile::copy_async<8>(bucket_end() + n,
-                                p.chunk_end + p.at(pair.slot_id - live_bucket(p, pair.slot.index, n).back, h), true);
+            tile::copy_async<8>(bucket_end() + n, p.chunk_end + p.at(buckets[n].slot, h), true);
         }
         if (!p.log_linear) return;
         // 16 threads a token.
-        const int rows = (last - scale_first) * edge + pair.rows(last), all = (last - scale_first + 1) * edge;
+        const int row = thread / 16, rows = (last - scale_first) * edge + pair.rows(last) - row;
         const std::int64_t step = static_cast<std::int64_t>(threads / 16) * p.heads * p.levels;
-        int row = thread / 16;
-        const float* from = p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels;
-        float* to = scales() + row * stride;
-        for (; row < all; row += threads / 16, from += step, to += threads / 16 * stride)
-            for (int l = thread % 16; l < kept; l += 16)
-                tile::copy_async<4>(to + l, row < rows ? from + l : p.level_scales, row < rows);
+        for (int l = thread % 16; l < kept; l += 16) {
+            const float* from = p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels + l;
+            float* to = scales() + row * stride + l;
+#pragma unroll 4
+            for (int n = 0; n < (last - scale_first + 1) * edge; n += threads / 16, from += step, to += threads / 16 * stride)
+                tile::copy_async<4>(to, from, n < rows);
+        }
     }
 };
 
-// scores x (level mask and decay) of a tile with itself; rows from `row` on in the loaded level scales.
-__device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma, int row,
-                                              Fragment* scores) {
-    const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
-    const int t = warp * 16 + lane / 4, column = lane % 4 * 2;
-    const float end[2] = {gamma[t] * log2_e, gamma[t + 8] * log2_e};
+// One fragment times factor[row] exp(reference - gamma[column]); `gamma` from the thread's first column on, `reference` times
+// log2(e).
+__device__ __forceinline__ void scale_fragment(Fragment& a, const float (&factor)[2], float reference, const float* gamma) {
 #pragma unroll
-    for (int k = 0; k < tile_steps; ++k) {
-        if (k > warp) {
-            a[k] = {{0, 0, 0, 0}};
-            continue;
-        }
-        a[k] = own_fragment(scores, k);
+    for (int half = 0; half < 2; ++half) {
+        const float2 at = tile::load_pair(gamma + half * 8);
+        const float decay_a = exp2_fast(reference - at.x * log2_e), decay_b = exp2_fast(reference - at.y * log2_e);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 start = tile::load_pair(gamma + k * 16 + half * 8 + column);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                std::uint32_t& pair = a[k].x[half * 2 + r];
-                const float2 x = tile::unpack(pair);
-                const float decay_a = exp2_fast(end[r] - start.x * log2_e), decay_b = exp2_fast(end[r] - start.y * log2_e);
-                if (k == warp && half > r) {
-                    pair = 0;
-                } else if (k == warp && half == r) {
-                    // Tokens within the same 8.
-                    const int distance_a = lane / 4 ^ column, distance_b = lane / 4 ^ (column + 1);
-                    const float scale_a = head.scale(row + t + r * 8, bits_of(distance_a));
-                    const float scale_b = head.scale(row + t + r * 8, bits_of(distance_b));
-                    pair = tile::pack(column <= lane / 4 ? x.x * scale_a * decay_a : 0.0f,
-                                      column + 1 <= lane / 4 ? x.y * scale_b * decay_b : 0.0f);
-                } else {
-                    const float scale = head.scale(row + t + r * 8, 3 + bits_of((2 * warp + r) ^ (2 * k + half)));
-                    pair = tile::pack(x.x * scale * decay_a, x.y * scale * decay_b);
-                }
-            }
+        for (int r = 0; r < 2; ++r) {
+            std::uint32_t& pair = a.x[half * 2 + r];
+            const float2 x = tile::unpack(pair);
+            pair = tile::pack(x.x * (factor[r] * decay_a), x.y * (factor[r] * decay_b));
         }
     }
 }
@@ -159,22 +204,59 @@ __device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const H
 // scores x row factor x decay from the token s to the end of its tile.
 __device__ __forceinline__ void scale_below(Fragment (&a)[tile_steps], const float (&factor)[2], const float* gamma,
                                             Fragment* scores) {
-    const int column = tile::team_index() % 4 * 2;
     const float end = gamma[edge - 1] * log2_e;
+    gamma += tile::team_index() % 4 * 2;
 #pragma unroll
     for (int k = 0; k < tile_steps; ++k) {
         a[k] = own_fragment(scores, k);
+        scale_fragment(a[k], factor, end, gamma + k * 16);
+    }
+}
+
+// scores x (level mask and decay) of a tile with itself; its rows of level scales are `row` on. A warp has 16 rows: blocks of 16
+// columns before them are at level 5 (next to them in the same 32) or 6.
+__device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma, int row,
+                                              Fragment* scores) {
+    const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
+    const int t = warp * 16 + lane / 4, column = lane % 4 * 2;
+    const float end[2] = {gamma[t] * log2_e, gamma[t + 8] * log2_e};
+    const float before = warp > 0 ? gamma[warp * 16 - 1] * log2_e : 0.0f;
+    const float into[2] = {exp2_fast(end[0] - before), exp2_fast(end[1] - before)};
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k) {
+        if (k > warp) {
+            a[k] = {{0, 0, 0, 0}};
+            continue;
+        }
+        a[k] = own_fragment(scores, k);
+        const float* const its_gamma = gamma + k * 16 + column;
+        if (k < warp) {
+            const int level = k == (warp ^ 1) ? 5 : 6;
+            const float factor[2] = {head.scale(row + t, level) * into[0], head.scale(row + t + 8, level) * into[1]};
+            scale_fragment(a[k], factor, before, its_gamma);
+            continue;
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float2 start = tile::load_pair(gamma + k * 16 + half * 8 + column);
-            const float decay_a = exp2_fast(end - start.x * log2_e), decay_b = exp2_fast(end - start.y * log2_e);
+            const float2 start = tile::load_pair(its_gamma + half * 8);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
+            for (int r = half; r < 2; ++r) {
                 std::uint32_t& pair = a[k].x[half * 2 + r];
                 const float2 x = tile::unpack(pair);
-                pair = tile::pack(x.x * (factor[r] * decay_a), x.y * (factor[r] * decay_b));
+                const float decay_a = exp2_fast(end[r] - start.x * log2_e), decay_b = exp2_fast(end[r] - start.y * log2_e);
+                if (half == r) {
+                    // Tokens within the same 8.
+                    const float scale_a = head.scale(row + t + r * 8, bits_of(lane / 4 ^ column));
+                    const float scale_b = head.scale(row + t + r * 8, bits_of(lane / 4 ^ (column + 1)));
+                    pair = tile::pack(column <= lane / 4 ? x.x * scale_a * decay_a : 0.0f,
+                                      column + 1 <= lane / 4 ? x.y * scale_b * decay_b : 0.0f);
+                } else {
+                    const float scale = head.scale(row + t + r * 8, 4);
+                    pair = tile::pack(x.x * scale * decay_a, x.y * scale * decay_b);
+                }
             }
         }
+        a[k].x[2] = 0;  // columns 8 .. 15 are behind rows 0 .. 7
     }
 }
 
@@ -186,7 +268,7 @@ constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 a
 template <int KT>
 std::size_t pipelined_output_shared(int levels) {
     return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) +
-           sizeof(Ring<output_stages>) + sizeof(Ring<2>);
+           sizeof(Ring<output_stages>) + sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
 }
 
 // Grid: 2 x slots, head slices of all groups, value tiles.
@@ -204,6 +286,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
     const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
     auto& ring = *reinterpret_cast<Ring<output_stages>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
+    list_live(p, pair.slot_id, pair.slot.index, live, buckets);
     const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
@@ -224,21 +308,21 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
         };
         for (int j = pair.first; j <= last; ++j) fetch_keys(j, true);
         for (int j = 0; j <= last; ++j) fetch_keys(j, false);
+        const TileCopy copy_value(p.v_stride, p.value_width - vt * edge);
+        const TileCopy copy_of_state(p.value_width, p.value_width - vt * edge);
         for (int h = range.first; h < range.first + range.count; ++h) {
             head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, 0, last, live, pair.first);
+            head_at(head_position.stage).load(p, pair, h, 0, last, buckets, live, pair.first);
             head_ring.commit(head_position);
             for (int j = 0; j <= last; j += 2) {
                 ring.acquire(at);
                 for (int x = j; x <= min(j + 1, last); ++x)
-                    load_values(p, stages + (2 * at.stage + x - j) * area, pair.token_of(x), pair.rows(x), h, vt);
+                    copy_value(stages + (2 * at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
                 ring.commit(at);
             }
             for (int n = 0; n < live; ++n) {
                 ring.acquire(at);
-                const int bucket = pair.slot_id - live_bucket(p, pair.slot.index, n).back;
-                for (int kt = 0; kt < KT; ++kt)
-                    load_state(p, stages + (2 * at.stage + kt) * area, p.states, bucket, h, kt, vt);
+                copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.states, buckets[n].slot, h, vt);
                 ring.commit(at);
             }
         }
@@ -308,7 +392,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
             Accumulator part;
             multiply_fragments<false, false>(part, queries, stages + 2 * at.stage * area);
             ring.release(at);
-            const int level = live_bucket(p, pair.slot.index, n).level;
+            const int level = buckets[n].level;
             const float between = HeadScalars::decay(head.bucket_end()[n], start);
             const float factor[2] = {head.scale(row, level) * into[0] * between,
                                      head.scale(row + 8, level) * into[1] * between};
@@ -319,8 +403,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
         }
         head_ring.release(head_position);
         const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-        store_clipped(acc, p.o + pair.token_of(i) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
-                      pair.rows(i), p.value_width - vt * edge, p.paired_o);
+        store_tile(acc, p.o + pair.token_of(i) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
+                   pair.rows(i), p.value_width - vt * edge, p.paired_o);
     }
 }
 
@@ -339,7 +423,7 @@ template <int KT>
 std::size_t pipelined_query_gradient_shared(int levels) {
     return (2 * query_gradient_stages + consumers * KT) * area * sizeof(bf16) +
            2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) + sizeof(Ring<query_gradient_stages>) +
-           sizeof(Ring<2>);
+           sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
 }
 
 // query_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
@@ -357,6 +441,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
     const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
     auto& ring = *reinterpret_cast<Ring<query_gradient_stages>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
+    list_live(p, pair.slot_id, pair.slot.index, live, buckets);
     const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
@@ -375,20 +461,20 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
                 load_keys(p, stages + (2 * at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group, kt);
             ring.commit(at);
         }
+        const TileCopy copy_grad(static_cast<std::int64_t>(p.heads) * p.value_width, p.value_width);
+        const TileCopy copy_of_state(p.value_width, p.value_width);
         for (int h = range.first; h < range.first + heads; ++h) {
             head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, pair.first, last, live, pair.first);
+            head_at(head_position.stage).load(p, pair, h, pair.first, last, buckets, live, pair.first);
             head_ring.commit(head_position);
             ring.acquire(at);
             for (int x = 0; x < pair.count; ++x)
-                load_output_grad(p, stages + (2 * at.stage + x) * area, pair.token_of(pair.first + x),
-                                 pair.rows(pair.first + x), h, 0);
+                copy_grad(stages + (2 * at.stage + x) * area, output_grad_at(p, pair.token_of(pair.first + x), h),
+                          pair.rows(pair.first + x));
             ring.commit(at);
             for (int n = 0; n < live; ++n) {
                 ring.acquire(at);
-                const int bucket = pair.slot_id - live_bucket(p, pair.slot.index, n).back;
-                for (int kt = 0; kt < KT; ++kt)
-                    load_state(p, stages + (2 * at.stage + kt) * area, p.states, bucket, h, kt, 0);
+                copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.states, buckets[n].slot, h, 0);
                 ring.commit(at);
             }
         }
@@ -423,7 +509,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
             grad[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
         ring.release(at);
         for (int n = 0; n < live; ++n) {
-            const int level = live_bucket(p, pair.slot.index, n).level;
+            const int level = buckets[n].level;
             const float between = HeadScalars::decay(head.bucket_end()[n], start);
             const float decay[2] = {into[0] * between, into[1] * between};
             const float factor[2] = {head.scale(row, level) * decay[0], head.scale(row + 8, level) * decay[1]};
@@ -469,12 +555,33 @@ std::size_t pipelined_key_gradient_shared(int levels) {
            2 * HeadScalars::bytes(levels, chunk_levels, tiles_per_chunk) + sizeof(Ring<key_gradient_stages>) + sizeof(Ring<2>);
 }
 
-// k q' x (level mask and decay) of a tile with itself, t >= s; rows of level scales from `row` on.
+// One fragment times factor[row] scale(column) exp(gamma[column] - reference); `gamma` and `scales` from the thread's first
+// column on.
+__device__ __forceinline__ void scale_readers(Fragment& a, const float (&factor)[2], float reference, const float* gamma,
+                                              const float* scales, int stride) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float2 at = tile::load_pair(gamma + half * 8);
+        const float weight_a = scales[half * 8 * stride] * exp2_fast(at.x * log2_e - reference);
+        const float weight_b = scales[(half * 8 + 1) * stride] * exp2_fast(at.y * log2_e - reference);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            std::uint32_t& pair = a.x[half * 2 + r];
+            const float2 x = tile::unpack(pair);
+            pair = tile::pack(x.x * (factor[r] * weight_a), x.y * (factor[r] * weight_b));
+        }
+    }
+}
+
+// k q' x (level mask and decay) of a tile with itself, t >= s; its rows of level scales are `row` on. As mask_diagonal, with
+// columns that read and rows that are read.
 __device__ __forceinline__ void mask_readers(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma, int row,
                                              Fragment* scores) {
     const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
     const int s = warp * 16 + lane / 4, column = lane % 4 * 2;
     const float start[2] = {gamma[s] * log2_e, gamma[s + 8] * log2_e};
+    const float behind = gamma[warp * 16 + 15] * log2_e;
+    const float up_to[2] = {exp2_fast(behind - start[0]), exp2_fast(behind - start[1])};
 #pragma unroll
     for (int k = 0; k < tile_steps; ++k) {
         if (k < warp) {
@@ -482,29 +589,28 @@ __device__ __forceinline__ void mask_readers(Fragment (&a)[tile_steps], const He
             continue;
         }
         a[k] = own_fragment(scores, k);
+        const int t = k * 16 + column;
+        if (k > warp) {
+            scale_readers(a[k], up_to, behind, gamma + t, head.scales_of(row + t, k == (warp ^ 1) ? 5 : 6), head.stride);
+            continue;
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int t = k * 16 + half * 8 + column;
-            const float2 end = tile::load_pair(gamma + t);
+            const float2 end = tile::load_pair(gamma + t + half * 8);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
+            for (int r = 0; r <= half; ++r) {
                 std::uint32_t& pair = a[k].x[half * 2 + r];
                 const float2 x = tile::unpack(pair);
                 const float decay_a = exp2_fast(end.x * log2_e - start[r]), decay_b = exp2_fast(end.y * log2_e - start[r]);
-                if (k == warp && half < r) {
-                    pair = 0;
-                } else if (k == warp && half == r) {
-                    const float scale_a = head.scale(row + t, bits_of(lane / 4 ^ column));
-                    const float scale_b = head.scale(row + t + 1, bits_of(lane / 4 ^ (column + 1)));
-                    pair = tile::pack(column >= lane / 4 ? x.x * scale_a * decay_a : 0.0f,
-                                      column + 1 >= lane / 4 ? x.y * scale_b * decay_b : 0.0f);
-                } else {
-                    const int level = 3 + bits_of((2 * warp + r) ^ (2 * k + half));
-                    pair = tile::pack(x.x * head.scale(row + t, level) * decay_a,
-                                      x.y * head.scale(row + t + 1, level) * decay_b);
-                }
+                const int level_a = half == r ? bits_of(lane / 4 ^ column) : 4;
+                const int level_b = half == r ? bits_of(lane / 4 ^ (column + 1)) : 4;
+                const float scale_a = head.scale(row + t + half * 8, level_a);
+                const float scale_b = head.scale(row + t + half * 8 + 1, level_b);
+                pair = tile::pack(half > r || column >= lane / 4 ? x.x * scale_a * decay_a : 0.0f,
+                                  half > r || column + 1 >= lane / 4 ? x.y * scale_b * decay_b : 0.0f);
             }
         }
+        a[k].x[1] = 0;  // columns 0 .. 7 are before rows 8 .. 15
     }
 }
 
@@ -544,23 +650,25 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
         };
         for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, false);
         for (int m = pair.first; m <= last; ++m) fetch_keys(m, true);
+        const TileCopy copy_value(p.v_stride, p.value_width);
+        const TileCopy copy_grad(static_cast<std::int64_t>(p.heads) * p.value_width, p.value_width);
+        const TileCopy copy_of_state(p.value_width, p.value_width);
         for (int h = range.first; h < range.first + range.count; ++h) {
             head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, pair.first, last, 0, pair.first);
+            head_at(head_position.stage).load(p, pair, h, pair.first, last, nullptr, 0, pair.first);
             head_ring.commit(head_position);
             ring.acquire(at);
             for (int x = 0; x < pair.count; ++x)
-                load_values(p, stages + (2 * at.stage + x) * area, pair.token_of(pair.first + x), pair.rows(pair.first + x), h,
-                            0);
+                copy_value(stages + (2 * at.stage + x) * area, values_at(p, pair.token_of(pair.first + x), h, 0),
+                           pair.rows(pair.first + x));
             ring.commit(at);
             ring.acquire(at);
-            for (int kt = 0; kt < KT; ++kt)
-                load_state(p, stages + (2 * at.stage + kt) * area, p.dstates, pair.slot_id, h, kt, 0);
+            copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.dstates, pair.slot_id, h, 0);
             ring.commit(at);
             for (int m = pair.first; m <= last; m += 2) {
                 ring.acquire(at);
                 for (int x = m; x <= min(m + 1, last); ++x)
-                    load_output_grad(p, stages + (2 * at.stage + x - m) * area, pair.token_of(x), pair.rows(x), h, 0);
+                    copy_grad(stages + (2 * at.stage + x - m) * area, output_grad_at(p, pair.token_of(x), h), pair.rows(x));
                 ring.commit(at);
             }
         }
@@ -669,22 +777,12 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
                     const int level = tile_bits + bits_of(j ^ m);
                     const float between = HeadScalars::decay(end, head.start()[m]);
                     const float factor[2] = {to_end[0] * between, to_end[1] * between};
+const int row = (m - pair.first) * edge + column;
 #pragma unroll
                     for (int k = 0; k < tile_steps; ++k) {
                         a[k] = own_fragment(its, k);
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const int t = k * 16 + half * 8 + column, row = (m - pair.first) * edge + t;
-                            const float2 into = tile::load_pair(head.gamma(m) + t);
-                            const float weight_a = head.scale(row, level) * exp2_fast(into.x * log2_e);
-                            const float weight_b = head.scale(row + 1, level) * exp2_fast(into.y * log2_e);
-#pragma unroll
-                            for (int r = 0; r < 2; ++r) {
-                                std::uint32_t& both = a[k].x[half * 2 + r];
-                                const float2 x = tile::unpack(both);
-                                both = tile::pack(x.x * (factor[r] * weight_a), x.y * (factor[r] * weight_b));
-                            }
-                        }
+                        scale_readers(a[k], factor, 0.0f, head.gamma(m) + k * 16 + column,
+                                      head.scales_of(row + k * 16, level), head.stride);
                     }
                 }
                 multiply_fragments<false, true>(acc, a, stages + (2 * at.stage + (m - pair.first) % 2) * area);
@@ -692,8 +790,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
             if ((m - pair.first) % 2 == 1 || m == last) ring.release(at);
         }
         head_ring.release(head_position);
-        store_clipped(acc, p.dv + pair.token_of(j) * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width, p.dv_stride,
-                      pair.rows(j), p.value_width, p.paired_dv);
+        store_tile(acc, p.dv + pair.token_of(j) * p.dv_stride + static_cast<std::int64_t>(h) * p.value_width, p.dv_stride,
+                   pair.rows(j), p.value_width, p.paired_dv);
     }
     store_parts(total, p.dk_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area);
 }
