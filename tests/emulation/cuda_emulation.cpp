@@ -61,7 +61,8 @@ struct Fiber {
     void* argument = nullptr;
     const Barrier* barrier = nullptr;  // waited for: the end of the phase of this parity
     int parity = 0;
-    std::vector<Copy> copies;
+    std::vector<Copy> copies;               // since the last group
+    std::vector<std::vector<Copy>> groups;  // oldest first
     std::unique_ptr<unsigned char[]> stack;
 };
 
@@ -95,6 +96,7 @@ void prepare(Fiber& fiber) {
     fiber.stack_pointer = stack;
     fiber.state = State::ready;
     fiber.copies.clear();
+    fiber.groups.clear();
 }
 
 bool phase_ended(const Barrier& barrier, int parity) { return static_cast<int>(barrier.phase % 2) != parity; }
@@ -195,7 +197,19 @@ void copy_async(void* to, const void* from, std::size_t bytes, bool valid) {
     current().copies.push_back({to, from, bytes, valid});
 }
 
-void finish_copies() {
+void commit_async() {
+    current().groups.push_back(std::move(current().copies));
+    current().copies.clear();
+}
+
+void finish_copies(int pending_groups) {
+    auto& groups = current().groups;
+    while (static_cast<int>(groups.size()) > pending_groups) {
+        complete(groups.front());
+        groups.erase(groups.begin());
+    }
+    // A wait for everything: also what no group holds.
+    if (pending_groups > 0) return;
     complete(current().copies);
     current().copies.clear();
 }

@@ -1,7 +1,7 @@
 // A ring of shared-memory stages between a producer warpgroup, which only copies, and consumer warpgroups, which only
 // compute. Two mbarriers a stage say "filled" and "free"; nobody waits for the whole block.
 //
-// Copies are cp.async and complete on the mbarrier by themselves: the producer runs ahead as far as there are free stages.
+// Copies are cp.async; the producer runs ahead as far as there are free stages.
 #pragma once
 
 #include "kernels/cuda/warpgroup.cuh"
@@ -58,8 +58,8 @@ struct Position {
     }
 };
 
-// The barriers of a ring. Producer: acquire, copy, commit. Consumer: wait, read, release (a warp at a time, all of its
-// threads together).
+// The barriers of a ring. Producer: acquire, copy, commit; and finish behind the last stage. Consumer: wait, read, release (a
+// warp at a time, all of its threads together).
 template <int Stages>
 struct Ring {
     Barrier filled[Stages], free[Stages];
@@ -72,19 +72,47 @@ struct Ring {
         }
     }
     __device__ __forceinline__ void acquire(const Position<Stages>& at) { pipeline::wait(free + at.stage, at.turn ^ 1); }
+    // For stages that are read by ordinary loads: arrives by itself.
     __device__ __forceinline__ void commit(Position<Stages>& at) {
         arrive_after_copies(filled + at.stage);
         at.advance();
     }
-    // Also makes the copies visible to wgmma.
-    __device__ __forceinline__ void wait(const Position<Stages>& at) {
-        pipeline::wait(filled + at.stage, at.turn);
-        warpgroup::fence_tiles();
-    }
+    __device__ __forceinline__ void wait(const Position<Stages>& at) { pipeline::wait(filled + at.stage, at.turn); }
     __device__ __forceinline__ void release(Position<Stages>& at) {
         __syncwarp();
-        if (tile::thread_index() % 32 == 0) arrive(free + at.stage);
+        if (tile::team_index() % 32 == 0) arrive(free + at.stage);
         at.advance();
+    }
+};
+
+// Stages that wgmma reads, whose copies must be fenced by the thread that made them, when they are complete: the producer
+// reports a stage once it has started the `Ahead`-th one after it. (A fence by the consumers would wait for their own stores.)
+template <int Stages, int Ahead>
+struct TileRing : Ring<Stages> {
+    static_assert(Ahead < Stages);
+    struct Producer {
+        Position<Stages> at;
+        int started = 0;
+    };
+    __device__ __forceinline__ void acquire(const Producer& producer) { Ring<Stages>::acquire(producer.at); }
+    __device__ __forceinline__ void commit(Producer& producer) {
+        tile::commit_async();
+        tile::wait_async<Ahead>();
+        producer.at.advance();
+        if (++producer.started > Ahead) report(producer, Ahead);
+    }
+    __device__ __forceinline__ void finish(Producer& producer) {
+        tile::wait_async<0>();
+        for (int n = min(Ahead, producer.started); n > 0; --n) report(producer, n - 1);
+    }
+
+private:
+    // The stage that was started `back` stages before the last one.
+    __device__ __forceinline__ void report(const Producer& producer, int back) {
+        warpgroup::fence_tiles();
+        int stage = producer.at.stage - 1 - back;
+        if (stage < 0) stage += Stages;
+        arrive(this->filled + stage);
     }
 };
 

@@ -1248,7 +1248,7 @@ int slices_of(const Problem<T>& p, int blocks) {
 // Whether the kernels of ssd_pipelined.cuh do.
 template <class T>
 bool fits_pipelined(const Problem<T>& p) {
-    return p.key_tiles <= 2 && p.levels <= most_pipelined_levels && p.wide_q && p.wide_k && p.wide_v && p.wide_state;
+    return p.key_tiles <= 2 && p.wide_q && p.wide_k && p.wide_v && p.wide_state;
 }
 
 template <class T, class Args>
@@ -1380,7 +1380,7 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
                                   dim3(static_cast<unsigned>(consumers * p.slots),
                                        static_cast<unsigned>(p.groups * sliced.slices),
                                        static_cast<unsigned>(p.value_tiles)),
-                                  pipelined_threads, pipelined_output_shared<KT>(p.levels), sliced);
+                                  pipelined_threads, pipelined_output_shared<KT>(p.all_levels), sliced);
                 });
             }
         }
@@ -1474,9 +1474,9 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
                     launch_blocks(op, exec, pipelined_query_gradients<KT>, pairs, pipelined_threads,
-                                  pipelined_query_gradient_shared<KT>(p.levels), p);
+                                  pipelined_query_gradient_shared<KT>(p.all_levels), p);
                     launch_blocks(op, exec, pipelined_key_gradients<KT>, pairs, pipelined_threads,
-                                  pipelined_key_gradient_shared<KT>(p.levels), p);
+                                  pipelined_key_gradient_shared<KT>(), p);
                 });
             } else {
                 general();

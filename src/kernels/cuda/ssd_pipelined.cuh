@@ -9,6 +9,7 @@ namespace fenwick::kernels::cuda::ssd_scan {
 
 using pipeline::Position;
 using pipeline::Ring;
+using pipeline::TileRing;
 using tile::bf16;
 using tile::exp2_fast;
 using warpgroup::Fragment;
@@ -18,8 +19,8 @@ using warpgroup::multiply_fragments;
 
 constexpr int consumers = 2;
 constexpr int pipelined_threads = (consumers + 1) * threads;
-constexpr int most_pipelined_levels = 32;
 constexpr int tile_steps = edge / 16;  // fragments of a tile
+constexpr int copies_ahead = 2;       // stages on their way while the producer starts the next one
 constexpr float log2_e = 1.44269504f;
 
 // Warpgroups 0 .. consumers - 1 compute, the last one copies.
@@ -112,20 +113,19 @@ struct Pair {
     __device__ __forceinline__ std::int64_t token_of(int j) const { return token + j * edge; }
 };
 
-// What the tiles of a chunk need of one head: decays, and the first `kept` level scales of `scale_tiles` tiles. Rows of level
-// scales are `stride` floats apart, an odd number: no bank conflicts. The linear operator has one level, of scale 1.
+// What the tiles of a chunk need of one head: decays, and the scales of the first `levels` levels of `scale_tiles` tiles (levels
+// beyond the last column repeat it; the linear operator's scales are 1). Rows of level scales are `stride` floats apart, an odd
+// number: no bank conflicts.
 struct HeadScalars {
     unsigned char* base;
-    int levels, kept, stride;
+    int levels, stride;
 
-    template <class T>
-    __device__ __forceinline__ HeadScalars(const Problem<T>& p, void* at, int most_levels)
-        : base(static_cast<unsigned char*>(at)), levels(max(p.levels, 1)), kept(min(levels, most_levels)), stride(kept | 1) {}
-    static __host__ __device__ int bytes(int levels, int most_levels, int scale_tiles) {
-        const int least = levels < 1 ? 1 : levels, kept = least < most_levels ? least : most_levels;
-        const int scales = scale_tiles * edge * (kept | 1) * static_cast<int>(sizeof(float));
+    __device__ __forceinline__ HeadScalars(void* at, int level_count)
+        : base(static_cast<unsigned char*>(at)), levels(level_count), stride(level_count | 1) {}
+    static __host__ __device__ int bytes(int levels, int scale_tiles) {
+        const int scales = scale_tiles * edge * (levels | 1) * static_cast<int>(sizeof(float));
         return (tiles_per_chunk * edge * static_cast<int>(sizeof(float)) +
-                (tiles_per_chunk + 1 + 32) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
+                (tiles_per_chunk + 1 + most_live) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
     }
     __device__ __forceinline__ float* gamma(int j) const { return reinterpret_cast<float*>(base) + j * edge; }
     // Before tile j of the chunk.
@@ -135,7 +135,7 @@ struct HeadScalars {
     __device__ __forceinline__ double* chunk_end() const { return start() + tiles_per_chunk; }
     // Up to the end of the n-th live bucket.
     __device__ __forceinline__ double* bucket_end() const { return chunk_end() + 1; }
-    __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(bucket_end() + 32); }
+    __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(bucket_end() + most_live); }
 
     __device__ __forceinline__ double end(int j) const { return start()[j] + static_cast<double>(gamma(j)[edge - 1]); }
     // Of what was written at `from` and is read at `to`, both sums of g.
@@ -144,7 +144,7 @@ struct HeadScalars {
     }
     // Level scale of the row-th token of the tiles whose scales were loaded; those of the next ones are `stride` apart.
     __device__ __forceinline__ const float* scales_of(int row, int level) const {
-        return scales() + row * stride + min(level, levels - 1);
+        return scales() + row * stride + level;
     }
     __device__ __forceinline__ float scale(int row, int level) const { return *scales_of(row, level); }
 
@@ -152,7 +152,7 @@ struct HeadScalars {
     template <class T>
     __device__ __forceinline__ void prepare(const Problem<T>& p, int scale_tiles) const {
         if (p.log_linear) return;
-        for (int n = threadIdx.x; n < scale_tiles * edge; n += blockDim.x) scales()[n] = 1.0f;
+        for (int n = threadIdx.x; n < scale_tiles * edge * stride; n += blockDim.x) scales()[n] = 1.0f;
     }
     // Copies of the producer: gamma and start of tiles [first, last] of the chunk, its end, ends of `live` buckets, scales of the
     // tokens of tiles [scale_first, last].
@@ -175,8 +175,9 @@ struct HeadScalars {
         // 16 threads a token.
         const int row = thread / 16, rows = (last - scale_first) * edge + pair.rows(last) - row;
         const std::int64_t step = static_cast<std::int64_t>(threads / 16) * p.heads * p.levels;
-        for (int l = thread % 16; l < kept; l += 16) {
-            const float* from = p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels + l;
+        for (int l = thread % 16; l < levels; l += 16) {
+            const float* from =
+                p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels + min(l, p.levels - 1);
             float* to = scales() + row * stride + l;
 #pragma unroll 4
             for (int n = 0; n < (last - scale_first + 1) * edge; n += threads / 16, from += step, to += threads / 16 * stride)
@@ -266,9 +267,9 @@ constexpr int output_stages = 6;
 constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 at most
 
 template <int KT>
-std::size_t pipelined_output_shared(int levels) {
-    return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) +
-           sizeof(Ring<output_stages>) + sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
+std::size_t pipelined_output_shared(int all_levels) {
+    return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(all_levels, consumers) +
+           sizeof(TileRing<output_stages, copies_ahead>) + sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
 }
 
 // Grid: 2 x slots, head slices of all groups, value tiles.
@@ -283,12 +284,12 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
     bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
     Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * output_stages * area);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(strip) + output_strip * area * sizeof(bf16);
-    const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
-    auto& ring = *reinterpret_cast<Ring<output_stages>*>(scalars + 2 * scalar_bytes);
+    const int scalar_bytes = HeadScalars::bytes(p.all_levels, consumers);
+    auto& ring = *reinterpret_cast<TileRing<output_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
     auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
     list_live(p, pair.slot_id, pair.slot.index, live, buckets);
-    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
+    const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, p.all_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
@@ -296,15 +297,15 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
     }
     __syncthreads();
 
-    Position<output_stages> at;
     Position<2> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
+        typename std::remove_reference_t<decltype(ring)>::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
-            ring.acquire(at);
+            ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
-            ring.commit(at);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
+            ring.commit(producer);
         };
         for (int j = pair.first; j <= last; ++j) fetch_keys(j, true);
         for (int j = 0; j <= last; ++j) fetch_keys(j, false);
@@ -315,20 +316,22 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
             head_at(head_position.stage).load(p, pair, h, 0, last, buckets, live, pair.first);
             head_ring.commit(head_position);
             for (int j = 0; j <= last; j += 2) {
-                ring.acquire(at);
+                ring.acquire(producer);
                 for (int x = j; x <= min(j + 1, last); ++x)
-                    copy_value(stages + (2 * at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
-                ring.commit(at);
+                    copy_value(stages + (2 * producer.at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
+                ring.commit(producer);
             }
             for (int n = 0; n < live; ++n) {
-                ring.acquire(at);
-                copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.states, buckets[n].slot, h, vt);
-                ring.commit(at);
+                ring.acquire(producer);
+                copy_state<KT>(p, copy_of_state, stages + 2 * producer.at.stage * area, p.states, buckets[n].slot, h, vt);
+                ring.commit(producer);
             }
         }
+        ring.finish(producer);
         return;
     }
     if (self >= pair.count) return;
+    Position<output_stages> at;
 
     const int i = pair.first + self, t = warpgroup::first_row();
     Fragment* const scores = strip + self * 3 * tile_steps * threads;
@@ -420,9 +423,9 @@ __device__ __forceinline__ void store_parts(Accumulator (&total)[KT], float* out
 constexpr int query_gradient_stages = 8;
 
 template <int KT>
-std::size_t pipelined_query_gradient_shared(int levels) {
+std::size_t pipelined_query_gradient_shared(int all_levels) {
     return (2 * query_gradient_stages + consumers * KT) * area * sizeof(bf16) +
-           2 * HeadScalars::bytes(levels, most_pipelined_levels, consumers) + sizeof(Ring<query_gradient_stages>) +
+           2 * HeadScalars::bytes(all_levels, consumers) + sizeof(TileRing<query_gradient_stages, copies_ahead>) +
            sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
 }
 
@@ -438,12 +441,12 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
     bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
     Fragment* const all_queries = reinterpret_cast<Fragment*>(stages + 2 * query_gradient_stages * area);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_queries) + consumers * KT * area * sizeof(bf16);
-    const int scalar_bytes = HeadScalars::bytes(p.levels, most_pipelined_levels, consumers);
-    auto& ring = *reinterpret_cast<Ring<query_gradient_stages>*>(scalars + 2 * scalar_bytes);
+    const int scalar_bytes = HeadScalars::bytes(p.all_levels, consumers);
+    auto& ring = *reinterpret_cast<TileRing<query_gradient_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
     auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
     list_live(p, pair.slot_id, pair.slot.index, live, buckets);
-    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, most_pipelined_levels); };
+    const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, p.all_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
@@ -451,15 +454,15 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
     }
     __syncthreads();
 
-    Position<query_gradient_stages> at;
     Position<2> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
+        typename std::remove_reference_t<decltype(ring)>::Producer producer;
         for (int j = pair.first; j <= last && heads > 0; ++j) {
-            ring.acquire(at);
+            ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group, kt);
-            ring.commit(at);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group, kt);
+            ring.commit(producer);
         }
         const TileCopy copy_grad(static_cast<std::int64_t>(p.heads) * p.value_width, p.value_width);
         const TileCopy copy_of_state(p.value_width, p.value_width);
@@ -467,20 +470,22 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
             head_ring.acquire(head_position);
             head_at(head_position.stage).load(p, pair, h, pair.first, last, buckets, live, pair.first);
             head_ring.commit(head_position);
-            ring.acquire(at);
+            ring.acquire(producer);
             for (int x = 0; x < pair.count; ++x)
-                copy_grad(stages + (2 * at.stage + x) * area, output_grad_at(p, pair.token_of(pair.first + x), h),
+                copy_grad(stages + (2 * producer.at.stage + x) * area, output_grad_at(p, pair.token_of(pair.first + x), h),
                           pair.rows(pair.first + x));
-            ring.commit(at);
+            ring.commit(producer);
             for (int n = 0; n < live; ++n) {
-                ring.acquire(at);
-                copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.states, buckets[n].slot, h, 0);
-                ring.commit(at);
+                ring.acquire(producer);
+                copy_state<KT>(p, copy_of_state, stages + 2 * producer.at.stage * area, p.states, buckets[n].slot, h, 0);
+                ring.commit(producer);
             }
         }
+        ring.finish(producer);
         return;
     }
     if (self >= pair.count) return;
+    Position<query_gradient_stages> at;
 
     const int i = pair.first + self, tile_id = pair.slot.tile + i, t = warpgroup::first_row(), row = self * edge + t;
     Fragment* const queries = all_queries + self * KT * tile_steps * threads;
@@ -550,9 +555,9 @@ constexpr int key_gradient_stages = 5;
 constexpr int key_gradient_strip = 7;  // score tiles of the two warpgroups: 4 and 3 at most
 
 template <int KT>
-std::size_t pipelined_key_gradient_shared(int levels) {
+std::size_t pipelined_key_gradient_shared() {
     return (2 * key_gradient_stages + key_gradient_strip + consumers * KT) * area * sizeof(bf16) +
-           2 * HeadScalars::bytes(levels, chunk_levels, tiles_per_chunk) + sizeof(Ring<key_gradient_stages>) + sizeof(Ring<2>);
+           2 * HeadScalars::bytes(chunk_levels, tiles_per_chunk) + sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<2>);
 }
 
 // One fragment times factor[row] scale(column) exp(gamma[column] - reference); `gamma` and `scales` from the thread's first
@@ -627,10 +632,10 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
     Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * key_gradient_stages * area);
     Fragment* const all_keys = strip + key_gradient_strip * tile_steps * threads;
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_keys) + consumers * KT * area * sizeof(bf16);
-    const int scalar_bytes = HeadScalars::bytes(p.levels, chunk_levels, tiles_per_chunk);
-    auto& ring = *reinterpret_cast<Ring<key_gradient_stages>*>(scalars + 2 * scalar_bytes);
+    const int scalar_bytes = HeadScalars::bytes(chunk_levels, tiles_per_chunk);
+    auto& ring = *reinterpret_cast<TileRing<key_gradient_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
-    const auto head_at = [&](int stage) { return HeadScalars(p, scalars + stage * scalar_bytes, chunk_levels); };
+    const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
     for (int n = 0; n < 2; ++n) head_at(n).prepare(p, tiles_per_chunk);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
@@ -638,15 +643,15 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
     }
     __syncthreads();
 
-    Position<key_gradient_stages> at;
     Position<2> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
+        typename std::remove_reference_t<decltype(ring)>::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
-            ring.acquire(at);
+            ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
-            ring.commit(at);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
+            ring.commit(producer);
         };
         for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, false);
         for (int m = pair.first; m <= last; ++m) fetch_keys(m, true);
@@ -657,24 +662,26 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
             head_ring.acquire(head_position);
             head_at(head_position.stage).load(p, pair, h, pair.first, last, nullptr, 0, pair.first);
             head_ring.commit(head_position);
-            ring.acquire(at);
+            ring.acquire(producer);
             for (int x = 0; x < pair.count; ++x)
-                copy_value(stages + (2 * at.stage + x) * area, values_at(p, pair.token_of(pair.first + x), h, 0),
+                copy_value(stages + (2 * producer.at.stage + x) * area, values_at(p, pair.token_of(pair.first + x), h, 0),
                            pair.rows(pair.first + x));
-            ring.commit(at);
-            ring.acquire(at);
-            copy_state<KT>(p, copy_of_state, stages + 2 * at.stage * area, p.dstates, pair.slot_id, h, 0);
-            ring.commit(at);
+            ring.commit(producer);
+            ring.acquire(producer);
+            copy_state<KT>(p, copy_of_state, stages + 2 * producer.at.stage * area, p.dstates, pair.slot_id, h, 0);
+            ring.commit(producer);
             for (int m = pair.first; m <= last; m += 2) {
-                ring.acquire(at);
+                ring.acquire(producer);
                 for (int x = m; x <= min(m + 1, last); ++x)
-                    copy_grad(stages + (2 * at.stage + x - m) * area, output_grad_at(p, pair.token_of(x), h), pair.rows(x));
-                ring.commit(at);
+                    copy_grad(stages + (2 * producer.at.stage + x - m) * area, output_grad_at(p, pair.token_of(x), h), pair.rows(x));
+                ring.commit(producer);
             }
         }
+        ring.finish(producer);
         return;
     }
     if (self >= pair.count) return;
+    Position<key_gradient_stages> at;
 
     const int j = pair.first + self, tile_id = pair.slot.tile + j, s = warpgroup::first_row();
     const int lane = tile::team_index() % 32, column = lane % 4 * 2;

@@ -108,7 +108,9 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const std::uint32_t (
 #endif
 
 // The thread's place in its team of 128: blocks may hold several warpgroups.
-__device__ __forceinline__ int team_index() { return thread_index() % threads; }
+__device__ __forceinline__ int team_index() {
+    return static_cast<int>(static_cast<unsigned>(thread_index()) % static_cast<unsigned>(threads));
+}
 
 // ---- elements --------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -26,10 +26,11 @@ using tile::Unscaled;
 // Descriptor of a bfloat16 tile (128-byte swizzle: rows of 128 bytes, 8 rows a pattern), from this element on. A step of 16
 // along the columns moves it 32 bytes, one along the rows 2048.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate", matrix descriptor.
-__device__ __forceinline__ std::uint64_t wgmma_descriptor(const bf16* at) {
+// `units` of 16 bytes further on: its low word takes the sum.
+__device__ __forceinline__ std::uint64_t wgmma_descriptor(const bf16* at, std::uint32_t units = 0) {
     const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(at));
-    return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | (std::uint64_t{1} << 16) |
-           (std::uint64_t{1024 >> 4} << 32) | (std::uint64_t{1} << 62);
+    const std::uint32_t low = ((address & 0x3ffff) >> 4 | std::uint32_t{1} << 16) + units;
+    return static_cast<std::uint64_t>(std::uint32_t{1} << 30 | 1024 >> 4) << 32 | low;
 }
 __device__ __forceinline__ void wgmma_begin(float (&d)[8][4]) {
 #pragma unroll
@@ -291,7 +292,7 @@ __device__ __forceinline__ void multiply_fragments(Accumulator& c, const Fragmen
     wgmma_begin(c.x);
 #pragma unroll
     for (int k = 0; k < Steps; ++k)
-        wgmma_64<!BTransposed>(c.x, a[k].x, wgmma_descriptor(b + (BTransposed ? k * 16 : k * 16 * edge)));
+        wgmma_64<!BTransposed>(c.x, a[k].x, wgmma_descriptor(b, (BTransposed ? k * 16 : k * 16 * edge) / 8));
     wgmma_end(c.x);
 #else
     const int lane = team_index() % 32, matrix = lane / 8, line = lane % 8;
