@@ -39,9 +39,9 @@ namespace {
 
 constexpr std::size_t stack_bytes = 256 * 1024;
 constexpr std::size_t guard_bytes = 256;
-constexpr int warp_size = 32;
+constexpr int warp_size = 32, team_size = 128;
 
-enum class State { ready, at_collective, at_barrier, waiting, done };
+enum class State { ready, at_collective, at_barrier, at_team_barrier, waiting, done };
 
 struct Copy {
     void* to;
@@ -159,6 +159,12 @@ void run_block(std::mt19937& random, std::vector<int>& order) {
             complete_arrival(random() % arrivals.size());
             progress = true;
         }
+        for (std::size_t team = 0; team + team_size <= count; team += team_size) {
+            const auto first = fibers.begin() + static_cast<std::ptrdiff_t>(team), last = first + team_size;
+            if (!std::all_of(first, last, [](const Fiber& f) { return f.state == State::at_team_barrier; })) continue;
+            std::for_each(first, last, [](Fiber& f) { f.state = State::ready; });
+            progress = true;
+        }
         std::size_t finished = 0, waiting = 0;
         for (std::size_t t = 0; t < count; ++t) {
             finished += fibers[t].state == State::done;
@@ -181,6 +187,7 @@ float half_of(std::uint32_t pair, int which) { return __uint_as_float(which != 0
 }  // namespace
 
 void barrier() { leave(State::at_barrier); }
+void synchronize_team(int) { leave(State::at_team_barrier); }
 
 void collective(Operation operation, void* argument) {
     current().operation = operation;

@@ -127,6 +127,8 @@ void initialize(Barrier* barrier, int arrivals);
 void arrive(Barrier* barrier);
 void arrive_after_copies(Barrier* barrier);
 void wait(const Barrier* barrier, int parity);
+// Waits for the other threads of the team of 128.
+void synchronize_team(int id);
 
 enum class Shuffle { exclusive_or, up, down };
 template <Shuffle kind, class T>

@@ -13,6 +13,7 @@ using emulation::arrive;
 using emulation::arrive_after_copies;
 using emulation::Barrier;
 using emulation::initialize;
+using emulation::synchronize_team;
 using emulation::wait;
 #else
 using Barrier = std::uint64_t;
@@ -43,6 +44,10 @@ __device__ __forceinline__ void wait(const Barrier* barrier, int parity) {
         "@!done bra again;\n}" ::"r"(address_of(barrier)),
         "r"(parity)
         : "memory");
+}
+// A barrier of the caller's team of 128 threads; `id` from 1 to 15, another one for each team.
+__device__ __forceinline__ void synchronize_team(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(tile::threads) : "memory");
 }
 #endif
 

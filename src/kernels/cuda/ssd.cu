@@ -1454,11 +1454,11 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                        dim3(flat_threads), 0, p, flat.blocks);
             });
         }
-        launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)),
-                     p);
-        launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
-                     score_gradient_shared(sizeof(T)), p);
         const auto general = [&] {
+            launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)),
+                         p);
+            launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
+                         score_gradient_shared(sizeof(T)), p);
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
                 const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
@@ -1473,6 +1473,11 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                 const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
+                    launch_blocks(op, exec, pipelined_score_gradients<KT, true>, pairs, score_threads<true>,
+                                  pipelined_score_gradient_shared<true>(), p);
+                    launch_blocks(op, exec, pipelined_score_gradients<KT, false>,
+                                  dim3(static_cast<unsigned>(p.slots), slice_blocks), score_threads<false>,
+                                  pipelined_score_gradient_shared<false>(), p);
                     launch_blocks(op, exec, pipelined_query_gradients<KT>, pairs, pipelined_threads,
                                   pipelined_query_gradient_shared<KT>(p.all_levels), p);
                     launch_blocks(op, exec, pipelined_key_gradients<KT>, pairs, pipelined_threads,

@@ -101,10 +101,13 @@ struct Pair {
     std::int64_t token;         // first of the chunk
     int last_rows;              // of the chunk's last tile
     template <class T>
-    __device__ __forceinline__ explicit Pair(const Problem<T>& p) {
-        slot_id = static_cast<int>(blockIdx.x / consumers);
+    __device__ __forceinline__ explicit Pair(const Problem<T>& p)
+        : Pair(p, blockIdx.x / consumers, blockIdx.x % consumers * consumers) {}
+    template <class T>
+    __device__ __forceinline__ Pair(const Problem<T>& p, unsigned its_slot, unsigned its_first) {
+        slot_id = static_cast<int>(its_slot);
         slot = p.slot_info[slot_id];
-        first = static_cast<int>(blockIdx.x % consumers) * consumers;
+        first = static_cast<int>(its_first);
         count = max(min(consumers, slot.tiles - first), 0);
         token = p.tile_info[slot.tile].token;
         last_rows = p.tile_info[slot.tile + slot.tiles - 1].rows;
@@ -122,7 +125,7 @@ struct HeadScalars {
 
     __device__ __forceinline__ HeadScalars(void* at, int level_count)
         : base(static_cast<unsigned char*>(at)), levels(level_count), stride(level_count | 1) {}
-    static __host__ __device__ int bytes(int levels, int scale_tiles) {
+    static __host__ __device__ constexpr int bytes(int levels, int scale_tiles) {
         const int scales = scale_tiles * edge * (levels | 1) * static_cast<int>(sizeof(float));
         return (tiles_per_chunk * edge * static_cast<int>(sizeof(float)) +
                 (tiles_per_chunk + 1 + most_live) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
@@ -801,6 +804,292 @@ const int row = (m - pair.first) * edge + column;
                    pair.rows(j), p.value_width, p.paired_dv);
     }
     store_parts(total, p.dk_parts + (static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * KT * area);
+}
+
+// ---- gradients of the scores -----------------------------------------------------------------------------------------
+
+// Terms of columns 16 k .. 16 k + 15 of one level, whose mask is factor[row] exp(reference - gamma[column]). `grad` is do v' and
+// becomes the terms scale x decay x (q . k) x (do . v); total += gradient of q . k; sums += terms without factor[row].
+__device__ __forceinline__ void separable_terms(Accumulator& grad, Accumulator& total, int k, const Fragment& score,
+                                                const float (&factor)[2], float reference, const float* gamma,
+                                                float (&sums)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float2 at = tile::load_pair(gamma + half * 8);
+        const float decay_a = exp2_fast(reference - at.x * log2_e), decay_b = exp2_fast(reference - at.y * log2_e);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float2 x = tile::unpack(score.x[half * 2 + r]);
+            float* const d = grad.x[2 * k + half] + 2 * r;
+            float* const to = total.x[2 * k + half] + 2 * r;
+            const float a = d[0] * decay_a, b = d[1] * decay_b;
+            to[0] += a * factor[r];
+            to[1] += b * factor[r];
+            const float term_a = a * x.x, term_b = b * x.y;
+            sums[r] += term_a + term_b;
+            d[0] = term_a * factor[r];
+            d[1] = term_b * factor[r];
+        }
+    }
+}
+
+// The same for a tile with itself; `row`: of its level scales. Writes the gradients of levels 0 .. 6: `to` [level][64].
+__device__ __forceinline__ void diagonal_terms(Accumulator& grad, Accumulator& total, Fragment* scores,
+                                               const HeadScalars& head, const float* gamma, int row, float* to) {
+    const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
+    const int t = warp * 16 + lane / 4, column = lane % 4 * 2;
+    const float end[2] = {gamma[t] * log2_e, gamma[t + 8] * log2_e};
+    const float before = warp > 0 ? gamma[warp * 16 - 1] * log2_e : 0.0f;
+    const float into[2] = {exp2_fast(end[0] - before), exp2_fast(end[1] - before)};
+    float sums[diagonal_levels][2];
+#pragma unroll
+    for (int l = 0; l < diagonal_levels; ++l) sums[l][0] = sums[l][1] = 0;
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k) {
+        if (k > warp) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) grad.x[2 * k][e] = grad.x[2 * k + 1][e] = 0;
+            continue;
+        }
+        const Fragment score = own_fragment(scores, k);
+        const float* const its_gamma = gamma + k * 16 + column;
+        if (k < warp) {
+            const bool near = k == (warp ^ 1);
+            const int level = near ? 5 : 6;
+            const float factor[2] = {head.scale(row + t, level) * into[0], head.scale(row + t + 8, level) * into[1]};
+            float its_sums[2] = {0, 0};
+            separable_terms(grad, total, k, score, factor, before, its_gamma, its_sums);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                sums[5][r] += near ? its_sums[r] * into[r] : 0.0f;
+                sums[6][r] += near ? 0.0f : its_sums[r] * into[r];
+            }
+            continue;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 start = tile::load_pair(its_gamma + half * 8);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float* const d = grad.x[2 * k + half] + 2 * r;
+                float* const sum = total.x[2 * k + half] + 2 * r;
+                if (half > r) {
+                    d[0] = d[1] = 0;
+                    continue;
+                }
+                const float2 x = tile::unpack(score.x[half * 2 + r]);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool seen = half < r || column + e <= lane / 4;
+                    const int distance = lane / 4 ^ (column + e), level = half < r ? 4 : bits_of(distance);
+                    const float scale = head.scale(row + t + r * 8, level);
+                    const float decay = exp2_fast(end[r] - (e == 0 ? start.x : start.y) * log2_e);
+                    const float a = seen ? d[e] * decay : 0.0f, term = a * (e == 0 ? x.x : x.y);
+                    sum[e] += a * scale;
+                    // A token's own term has no decay: its gradient ends with the level scale's.
+                    d[e] = half == r && distance == 0 ? 0.0f : term * scale;
+                    if (half < r) {
+                        sums[4][r] += term;
+                    } else {
+#pragma unroll
+                        for (int l = 0; l < 4; ++l) sums[l][r] += level == l ? term : 0.0f;
+                    }
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int l = 0; l < diagonal_levels; ++l) {
+        warpgroup::sum_over_columns(sums[l]);
+        if (lane % 4 == l % 4) {
+            to[l * edge + t] = sums[l][0];
+            to[l * edge + t + 8] = sums[l][1];
+        }
+    }
+}
+
+// given_near of a product: sums by column over the four warps of the team. Destroys the values. `sums`: [2][4][64], the half
+// `turn` is free since the last but one call.
+__device__ __forceinline__ void sum_given(Accumulator& terms, float* sums, int turn, int team, float* to) {
+    const int thread = tile::team_index();
+    float* const half = sums + turn * 4 * edge;
+    terms.store_column_sums(half + thread / 32 * edge);
+    pipeline::synchronize_team(team);
+    if (thread < edge) to[thread] = half[thread] + half[edge + thread] + half[2 * edge + thread] + half[3 * edge + thread];
+}
+
+// Score tile of `queries` (KT x 4 fragments) with the KT tiles of keys in a stage, as the thread's own fragments.
+template <int KT>
+__device__ __forceinline__ void score_fragments(Fragment* to, const Fragment (&queries)[KT * tile_steps], const bf16* keys) {
+    Accumulator acc;
+    acc.clear();
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) {
+        Fragment a[tile_steps];
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k) a[k] = queries[kt * tile_steps + k];
+        multiply_fragments<true, true>(acc, a, keys + kt * area);
+    }
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k) own_fragment(to, k) = fragment_of(acc, k);
+}
+
+constexpr int score_stages = 6;
+// Near: a pair's two tiles with themselves, a warpgroup each, and the second with the first (level 7).
+// Far: the chunk's tiles 2 and 3, a warpgroup each, with its tiles 0 and 1 (level 8).
+template <bool Near>
+constexpr int score_teams = Near ? 3 : 2;
+template <bool Near>
+constexpr int score_threads = (score_teams<Near> + 1) * threads;
+template <bool Near>
+constexpr int score_units = Near ? 1 : 2;  // tiles of a warpgroup
+
+template <bool Near>
+std::size_t pipelined_score_gradient_shared() {
+    return (2 * score_stages + score_teams<Near> * score_units<Near>)*area * sizeof(bf16) +
+           score_teams<Near> * 8 * edge * sizeof(float) + 2 * HeadScalars::bytes(chunk_levels, 2) +
+           sizeof(TileRing<score_stages, copies_ahead>) + sizeof(Ring<2>);
+}
+
+// score_gradients. Grid: Near: 2 x slots, else slots; head slices of all groups.
+// Order of the stages: q of the tiles that read, k of those that are read; then for every head do of the former, v of the latter.
+template <int KT, bool Near>
+__global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradients(Problem<bf16> p) {
+    constexpr int teams = score_teams<Near>, units = score_units<Near>;
+    const Pair pair = Near ? Pair(p, blockIdx.x / 2, blockIdx.x % 2 * 2) : Pair(p, blockIdx.x, 2);
+    if (pair.count == 0) return;
+    const HeadRange range = head_range(p);
+    const int given_first = Near ? pair.first : 0, given_count = Near ? pair.count : 2;  // tiles that are read
+    const int active = Near ? (pair.count == 2 ? 3 : 1) : pair.count, last = pair.first + pair.count - 1;
+    bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
+    Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * score_stages * area);
+    float* const all_sums = reinterpret_cast<float*>(strip + teams * units * tile_steps * threads);
+    unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_sums + teams * 8 * edge);
+    constexpr int scalar_bytes = HeadScalars::bytes(chunk_levels, 2);
+    auto& ring = *reinterpret_cast<TileRing<score_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
+    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, 2);
+    if (threadIdx.x == 0) {
+        ring.initialize(active * threads / 32);
+        head_ring.initialize(active * threads / 32);
+    }
+    __syncthreads();
+
+    Position<2> head_position;
+    const int self = warpgroup_index();
+    if (self == teams) {
+        typename std::remove_reference_t<decltype(ring)>::Producer producer;
+        const auto fetch_keys = [&](int j, bool queries) {
+            ring.acquire(producer);
+            for (int kt = 0; kt < KT; ++kt)
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
+                          range.group, kt);
+            ring.commit(producer);
+        };
+        for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, true);
+        for (int x = 0; x < given_count; ++x) fetch_keys(given_first + x, false);
+        const TileCopy copy_value(p.v_stride, p.value_width);
+        const TileCopy copy_grad(static_cast<std::int64_t>(p.heads) * p.value_width, p.value_width);
+        for (int h = range.first; h < range.first + range.count; ++h) {
+            head_ring.acquire(head_position);
+            head_at(head_position.stage).load(p, pair, h, given_first, last, nullptr, 0, pair.first);
+            head_ring.commit(head_position);
+            ring.acquire(producer);
+            for (int x = 0; x < pair.count; ++x)
+                copy_grad(stages + (2 * producer.at.stage + x) * area, output_grad_at(p, pair.token_of(pair.first + x), h),
+                          pair.rows(pair.first + x));
+            ring.commit(producer);
+            ring.acquire(producer);
+            for (int x = 0; x < given_count; ++x)
+                copy_value(stages + (2 * producer.at.stage + x) * area, values_at(p, pair.token_of(given_first + x), h, 0),
+                           pair.rows(given_first + x));
+            ring.commit(producer);
+        }
+        ring.finish(producer);
+        return;
+    }
+    if (self >= active) return;
+
+    // Which tile of the block reads, which is read first.
+    const int reader = Near ? min(self, 1) : self, given = Near ? self % 2 : 0;
+    const int i = pair.first + reader, tile_id = pair.slot.tile + i, t = warpgroup::first_row(), row = reader * edge + t;
+    Fragment* const scores = strip + self * units * tile_steps * threads;
+    float* const sums = all_sums + self * 8 * edge;
+    Position<score_stages> at;
+    {
+        Fragment queries[KT * tile_steps];
+        for (int x = 0; x < pair.count; ++x) {
+            ring.wait(at);
+            if (x == reader) {
+#pragma unroll
+                for (int k = 0; k < KT * tile_steps; ++k)
+                    queries[k] = load_fragment<false>(stages + (2 * at.stage + k / tile_steps) * area, k % tile_steps * 16);
+            }
+            ring.release(at);
+        }
+        for (int x = 0; x < given_count; ++x) {
+            ring.wait(at);
+            if (x >= given && x < given + units)
+                score_fragments<KT>(scores + (x - given) * tile_steps * threads, queries, stages + 2 * at.stage * area);
+            ring.release(at);
+        }
+    }
+    Accumulator total[units];
+#pragma unroll
+    for (int x = 0; x < units; ++x) total[x].clear();
+    int turn = 0;
+    for (int h = range.first; h < range.first + range.count; ++h) {
+        head_ring.wait(head_position);
+        const HeadScalars head = head_at(head_position.stage);
+        const float* const gamma = head.gamma(i);
+        Fragment grads[tile_steps];
+        ring.wait(at);
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k)
+            grads[k] = load_fragment<false>(stages + (2 * at.stage + reader) * area, k * 16);
+        ring.release(at);
+        ring.wait(at);
+        float level_sums[2] = {0, 0};
+#pragma unroll
+        for (int x = 0; x < units; ++x) {
+            const int j = given_first + given + x;
+            Accumulator grad;  // do v'
+            multiply_fragments<true, false>(grad, grads, stages + (2 * at.stage + given + x) * area);
+            if (x == units - 1) ring.release(at);
+            Fragment* const its = scores + x * tile_steps * threads;
+            if (Near && self < 2) {
+                diagonal_terms(grad, total[x], its, head, gamma, reader * edge, p.dscales_at(tile_id, h, 0));
+            } else {
+                const int level = tile_bits + bits_of(i ^ j), column = tile::team_index() % 4 * 2;
+                const float between = HeadScalars::decay(head.end(j), head.start()[i]);
+                const float decay[2] = {exp2_fast(gamma[t] * log2_e) * between, exp2_fast(gamma[t + 8] * log2_e) * between};
+                const float factor[2] = {head.scale(row, level) * decay[0], head.scale(row + 8, level) * decay[1]};
+                const float end = head.gamma(j)[edge - 1] * log2_e;
+                float its_sums[2] = {0, 0};
+#pragma unroll
+                for (int k = 0; k < tile_steps; ++k)
+                    separable_terms(grad, total[x], k, own_fragment(its, k), factor, end, head.gamma(j) + k * 16 + column,
+                                    its_sums);
+                level_sums[0] += its_sums[0] * decay[0];
+                level_sums[1] += its_sums[1] * decay[1];
+            }
+            sum_given(grad, sums, turn, self + 1, p.given_near + (p.at(tile_id, h) * tiles_per_chunk + j) * edge);
+            turn ^= 1;
+        }
+        if (!Near || self == 2) {
+            warpgroup::sum_over_columns(level_sums);
+            if (tile::team_index() % 4 == 0) {
+                float* const to = p.dscales_at(tile_id, h, Near ? diagonal_levels : diagonal_levels + 1);
+                to[t] = level_sums[0];
+                to[t + 8] = level_sums[1];
+            }
+        }
+        head_ring.release(head_position);
+    }
+    float* const out = p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk +
+                                       given_first + given) * area;
+    store_parts(total, out);
 }
 
 }  // namespace fenwick::kernels::cuda::ssd_scan
