@@ -1334,20 +1334,43 @@ FlatGrid flat_grid(const Problem<T>& p) {
     return {width, static_cast<int>(ceil_div(size, width * flat_threads))};
 }
 
+// Chunk states, or the gradients of buckets, `jobs` of them.
+template <bool Reader, class T>
+void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p, int jobs) {
+    const auto value_tiles = static_cast<unsigned>(p.value_tiles);
+    if constexpr (std::is_same_v<T, tile::bf16>) {
+        if (fits_pipelined(p) && (!Reader || p.wide_o)) {
+            Problem<T> sliced = p;
+            const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, outer_teams));
+            // Whole teams of heads a slice.
+            const int slices = std::min(slices_of(p, jobs), teams);
+            sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
+            return dispatch_pipelined(p.key_tiles, [&](auto kt) {
+                constexpr int KT = kt();
+                launch_blocks(op, exec, pipelined_outer_products<KT, Reader>,
+                              dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles),
+                              outer_threads, pipelined_outer_shared<KT>(), sliced);
+            });
+        }
+    }
+    dispatch_key_tiles(p.key_tiles, [&](auto kt) {
+        constexpr int KT = kt();
+        launch_tiles(op, exec, outer_products<T, KT, Reader>,
+                     dim3(static_cast<unsigned>(jobs) * static_cast<unsigned>(p.heads), value_tiles),
+                     2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
+    });
+}
+
 // Decays, chunk states, bucket states.
 template <class T>
 void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
-    const auto tiles = static_cast<unsigned>(p.tiles), slots = static_cast<unsigned>(p.slots);
-    const auto heads = static_cast<unsigned>(p.heads), value_tiles = static_cast<unsigned>(p.value_tiles);
+    const auto tiles = static_cast<unsigned>(p.tiles);
+    const auto heads = static_cast<unsigned>(p.heads);
     launch_tiles(op, exec, tile_decays<T>, dim3(tiles), 0, p);
     launch_tiles(op, exec, decay_positions<T>,
                  dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
     if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
-    dispatch_key_tiles(p.key_tiles, [&](auto kt) {
-        constexpr int KT = kt();
-        launch_tiles(op, exec, outer_products<T, KT, false>, dim3(slots * heads, value_tiles),
-                     2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
-    });
+    launch_outer_products<false>(op, exec, p, p.slots);
     const FlatGrid flat = flat_grid(p);
     dispatch_width(flat.width == wide, [&](auto w) {
         launch(op, exec, merge_states<T, w()>,
@@ -1442,12 +1465,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             FENWICK_CUDA_CHECK(
                 cudaMemsetAsync(p.whole, 0, static_cast<std::size_t>(slots * heads) * sizeof(float), stream_of(exec)));
         } else {
-            dispatch_key_tiles(p.key_tiles, [&](auto kt) {
-                constexpr int KT = kt();
-                launch_tiles(op, exec, outer_products<T, KT, true>,
-                             dim3(static_cast<unsigned>(layout->jobs) * head_blocks, static_cast<unsigned>(p.value_tiles)),
-                             2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
-            });
+            launch_outer_products<true>(op, exec, p, layout->jobs);
             dispatch_width(flat.width == wide, [&](auto w) {
                 launch(op, exec, spread_gradients<T, w()>,
                        dim3(static_cast<unsigned>(p.documents) * head_blocks * static_cast<unsigned>(flat.blocks)),

@@ -264,6 +264,170 @@ __device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const H
     }
 }
 
+// ---- chunk states, and the gradients that outputs give to buckets ----------------------------------------------------
+
+constexpr int outer_teams = 3;  // a head each: they share q or k
+constexpr int outer_threads = (outer_teams + 1) * threads;
+constexpr int outer_stages = 4;
+
+// Of one tile and head: sums of g in it, level scales, and the float64 sums up to the tile and to the state's end.
+struct OuterScalars {
+    float gamma[edge], scale[edge];
+    double start, end;
+};
+
+template <int KT>
+std::size_t pipelined_outer_shared() {
+    return outer_stages * ((KT + outer_teams) * area * sizeof(bf16) + outer_teams * sizeof(OuterScalars)) +
+           sizeof(TileRing<outer_stages, copies_ahead>);
+}
+
+// outer_products for value columns vt, transposed, so that the narrower operand is the one that is scaled: out'[v, k] = sum of
+// (scale y)' x. Grid: slots or jobs, head slices of all groups, value tiles.
+template <int KT, bool Reader>
+__global__ void __launch_bounds__(outer_threads, 1) pipelined_outer_products(Problem<bf16> p) {
+    const HeadRange range = head_range(p);
+    const int vt = blockIdx.z;
+    int slot = static_cast<int>(blockIdx.x), first, tiles, level = 0, part = -1;
+    if constexpr (Reader) {
+        const BucketJob job = p.bucket_jobs[slot];
+        slot = job.slot;
+        part = job.part;
+        level = min(chunk_levels + trailing_ones(p.slot_info[slot].index), p.levels - 1);
+        first = job.tile;
+        tiles = job.tiles;
+    } else {
+        first = p.slot_info[slot].tile;
+        tiles = p.slot_info[slot].tiles;
+    }
+    bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // KT tiles of q or k, one of do or v for each head
+    constexpr int stage_size = (KT + outer_teams) * area;
+    OuterScalars* const scalars = reinterpret_cast<OuterScalars*>(stages + outer_stages * stage_size);
+    auto& ring = *reinterpret_cast<TileRing<outer_stages, copies_ahead>*>(scalars + outer_stages * outer_teams);
+    if (threadIdx.x == 0) ring.initialize(outer_teams * threads / 32);
+    if (!p.log_linear)
+        for (int n = threadIdx.x; n < outer_stages * outer_teams * edge; n += outer_threads)
+            scalars[n / edge].scale[n % edge] = 1.0f;
+    __syncthreads();
+
+    const int self = warpgroup_index(), thread = tile::team_index();
+    if (self == outer_teams) {
+        typename std::remove_reference_t<decltype(ring)>::Producer producer;
+        const std::int64_t key_stride = Reader ? p.q_stride : p.k_stride;
+        const std::int64_t value_stride = Reader ? static_cast<std::int64_t>(p.heads) * p.value_width : p.v_stride;
+        const bf16* const keys = (Reader ? p.q : p.k) + static_cast<std::int64_t>(range.group) * p.key_width;
+        const bf16* const values = (Reader ? p.d_o : p.v) + vt * edge;
+        const TileCopy copy_keys(key_stride, p.key_width), copy_last_keys(key_stride, p.key_width - (KT - 1) * edge);
+        const TileCopy copy_value(value_stride, p.value_width - vt * edge);
+        const std::int64_t token = tiles > 0 ? p.tile_info[first].token : 0;
+        const int last_rows = tiles > 0 ? p.tile_info[first + tiles - 1].rows : 0;
+        for (int base = range.first; base < range.first + range.count; base += outer_teams) {
+            const int heads = min(outer_teams, range.first + range.count - base);
+            for (int t = 0; t < tiles; ++t) {
+                ring.acquire(producer);
+                bf16* const to = stages + producer.at.stage * stage_size;
+                const std::int64_t its_token = token + t * edge;
+                const int rows = t == tiles - 1 ? last_rows : edge;
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt)
+                    (kt < KT - 1 ? copy_keys : copy_last_keys)(to + kt * area, keys + its_token * key_stride + kt * edge, rows);
+                for (int x = 0; x < heads; ++x) {
+                    const int h = base + x;
+                    copy_value(to + (KT + x) * area,
+                               values + its_token * value_stride + static_cast<std::int64_t>(h) * p.value_width, rows);
+                    OuterScalars& its = scalars[producer.at.stage * outer_teams + x];
+                    const std::int64_t at = p.at(first + t, h);
+                    if (thread < edge) {
+                        if (Reader && p.log_linear)
+                            tile::copy_async<4>(its.scale + thread,
+                                                p.level_scales + ((its_token + min(thread, rows - 1)) * p.heads + h) * p.levels +
+                                                    level,
+                                                thread < rows);
+                    } else if (thread < edge + edge / 4) {
+                        tile::copy_async_16(its.gamma + (thread - edge) * 4, p.gamma + at * edge + (thread - edge) * 4, true);
+                    } else if (thread == 96) {
+                        tile::copy_async<8>(&its.start, p.start + at, true);
+                    } else if (thread == 97) {
+                        tile::copy_async<8>(&its.end, p.chunk_end + p.at(slot, h), true);
+                    }
+                }
+                ring.commit(producer);
+            }
+        }
+        ring.finish(producer);
+        return;
+    }
+
+    Position<outer_stages> at;
+    const int column = thread % 4 * 2;
+    for (int base = range.first; base < range.first + range.count; base += outer_teams) {
+        const int h = base + self;
+        const bool active = h < range.first + range.count;
+        Accumulator acc[KT];
+#pragma unroll
+        for (int kt = 0; kt < KT; ++kt) acc[kt].clear();
+        for (int t = 0; t < tiles; ++t) {
+            ring.wait(at);
+            if (active) {
+                const bf16* const from = stages + at.stage * stage_size;
+                const OuterScalars& its = scalars[at.stage * outer_teams + self];
+                // Tokens are read at the state's end, or read from it.
+                const float between = fminf(static_cast<float>(Reader ? its.start - its.end : its.end - its.start), 0.0f) * log2_e;
+                Fragment a[tile_steps];
+#pragma unroll
+                for (int k = 0; k < tile_steps; ++k) {
+                    a[k] = load_fragment<true>(from + (KT + self) * area, k * 16);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int s = k * 16 + half * 8 + column;
+                        const float2 gamma = tile::load_pair(its.gamma + s);
+                        float weight_a, weight_b;
+                        if constexpr (Reader) {
+                            const float2 scale = tile::load_pair(its.scale + s);
+                            weight_a = scale.x * exp2_fast(between + gamma.x * log2_e);
+                            weight_b = scale.y * exp2_fast(between + gamma.y * log2_e);
+                        } else {
+                            // Sums of different precision: their difference may come out a little above 0.
+                            weight_a = exp2_fast(fminf(static_cast<float>(its.end - its.start) - gamma.x, 0.0f) * log2_e);
+                            weight_b = exp2_fast(fminf(static_cast<float>(its.end - its.start) - gamma.y, 0.0f) * log2_e);
+                        }
+#pragma unroll
+                        for (int r = 0; r < 2; ++r) {
+                            std::uint32_t& pair = a[k].x[half * 2 + r];
+                            const float2 x = tile::unpack(pair);
+                            pair = tile::pack(x.x * weight_a, x.y * weight_b);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) multiply_fragments<false, true>(acc[kt], a, from + kt * area);
+            }
+            ring.release(at);
+        }
+        if (!active) continue;
+        const auto store = [&](auto* to) {
+            using E = std::remove_pointer_t<decltype(to)>;
+            const int v = warpgroup::first_row();
+            to += vt * edge + v;
+#pragma unroll
+            for (int kt = 0; kt < KT; ++kt)
+#pragma unroll
+                for (int block = 0; block < 8; ++block)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int k = kt * edge + block * 8 + column + e % 2, below = e / 2 * 8;
+                        if (k < p.key_width && vt * edge + v + below < p.value_width)
+                            to[k * p.value_width + below] = tile::from_float<E>(acc[kt].x[block][e]);
+                    }
+        };
+        if (part < 0) {
+            store((Reader ? p.dstates : p.states) + p.state_at(slot, h));
+        } else {
+            store(p.bucket_parts + p.state_at(part, h));
+        }
+    }
+}
+
 // ---- outputs ---------------------------------------------------------------------------------------------------------
 
 constexpr int output_stages = 6;
