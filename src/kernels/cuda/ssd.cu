@@ -35,20 +35,31 @@ using namespace ssd_scan;
 
 // ---- decays ----------------------------------------------------------------------------------------------------------
 
-// gamma. Grid: tiles.
+constexpr int decay_heads = 32;  // heads of a block at a time
+
+// gamma. Grid: tiles, heads / 32. A warp a head, a lane two tokens.
 template <class T>
 __global__ void __launch_bounds__(threads) tile_decays(Problem<T> p) {
-    const int tile_id = blockIdx.x;
+    __shared__ float g[edge][decay_heads + 1];
+    const int tile_id = blockIdx.x, first = static_cast<int>(blockIdx.y) * decay_heads;
+    const int heads = min(decay_heads, p.heads - first);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const TileInfo info = p.tile_info[tile_id];
-    for (int h = threadIdx.x; h < p.heads; h += threads) {
-        const float* g = p.g + info.token * p.heads + h;
-        float* out = p.gamma + p.at(tile_id, h) * edge;
-        double sum = 0;
 #pragma unroll 8
-        for (int t = 0; t < edge; ++t) {
-            if (t < info.rows) sum += g[static_cast<std::int64_t>(t) * p.heads];
-            out[t] = static_cast<float>(sum);
+    for (int t = warp; t < edge; t += threads / 32)
+        g[t][lane] = t < info.rows && lane < heads ? p.g[(info.token + t) * p.heads + first + lane] : 0.0f;
+    __syncthreads();
+    for (int h = warp; h < heads; h += threads / 32) {
+        const double a = g[2 * lane][h], b = a + g[2 * lane + 1][h];
+        double sum = b;
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += other;
         }
+        double before = __shfl_up_sync(0xffffffffu, sum, 1);
+        if (lane == 0) before = 0;
+        tile::store_pair(p.gamma + p.at(tile_id, first + h) * edge + 2 * lane, static_cast<float>(before + a),
+                         static_cast<float>(sum));
     }
 }
 
@@ -887,11 +898,18 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
     const int tile_id = blockIdx.x, kt = blockIdx.y, group = blockIdx.z;
     const TileInfo info = p.tile_info[tile_id];
     const int i = info.index % tiles_per_chunk;
-    T* const grad = reinterpret_cast<T*>(tile::shared_memory());
-    T* const other = grad + area;
+    T* const grads = reinterpret_cast<T*>(tile::shared_memory());  // gradients of the scores of up to 4 tiles
+    T* const others = grads + tiles_per_chunk * area;              // their k or q
+    const int first = Queries ? -i : 0;  // tiles of the chunk before this one (queries) or from it on (keys), and itself
+    const int last = Queries ? 0 : min(tiles_per_chunk - i, info.document_tiles - info.index) - 1;
+    const int first_slice = group * p.slices;
+    for (int m = first; m <= last; ++m) {
+        const TileInfo its = p.tile_info[tile_id + m];
+        load_keys(p, others + (m - first) * area, !Queries, its.token, its.rows, group, kt);
+    }
+    tile::commit_async();
     Accumulator acc;
     acc.clear();
-    const int first_slice = group * p.slices;
     for (int s = 0; s < p.slices; ++s) {
         const float* const part = (Queries ? p.dq_parts : p.dk_parts) +
                                   ((static_cast<std::int64_t>(first_slice + s) * p.tiles + tile_id) * key_tiles + kt) * area;
@@ -901,29 +919,38 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
             b += x.y;
         });
     }
-    const int first = Queries ? -i : 0;  // tiles of the chunk before this one (queries) or from it on (keys), and itself
-    const int last = Queries ? 0 : min(tiles_per_chunk - i, info.document_tiles - info.index) - 1;
     for (int m = first; m <= last; ++m) {
-        const TileInfo its = p.tile_info[tile_id + m];
-        __syncthreads();
-        load_keys(p, other, !Queries, its.token, its.rows, group, kt);
-        tile::commit_async();
         const int query_tile = Queries ? tile_id : tile_id + m, column = Queries ? i + m : i;
-        for (int x = static_cast<int>(threadIdx.x) * 2; x < area; x += threads * 2) {
-            float2 sum = make_float2(0.0f, 0.0f);
-            for (int s = 0; s < p.slices; ++s) {
-                const float2 part = tile::load_pair(
-                    p.score_grad +
-                    ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area +
-                    x);
-                sum.x += part.x;
-                sum.y += part.y;
+        constexpr int width = 4, passes = area / (width * threads);
+        float sums[passes][width];
+#pragma unroll
+        for (int n = 0; n < passes; ++n)
+#pragma unroll
+            for (int e = 0; e < width; ++e) sums[n][e] = 0;
+        const int start = static_cast<int>(threadIdx.x) * width;
+        for (int s = 0; s < p.slices; ++s) {
+            const float* const part =
+                p.score_grad +
+                ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area + start;
+#pragma unroll
+            for (int n = 0; n < passes; ++n) {
+                float x[width];
+                load(x, part + n * width * threads);
+#pragma unroll
+                for (int e = 0; e < width; ++e) sums[n][e] += x[e];
             }
-            tile::store_pair(grad + tile::offset<T>(x / edge, x % edge), sum.x, sum.y);
         }
-        wait_for_tiles();
-        warpgroup::multiply<!Queries, false>(acc, grad, other, Unscaled{});
+        T* const to = grads + (m - first) * area;
+#pragma unroll
+        for (int n = 0; n < passes; ++n) {
+            const int x = start + n * width * threads, at = tile::offset<T>(x / edge, x % edge);
+            tile::store_pair(to + at, sums[n][0], sums[n][1]);
+            tile::store_pair(to + at + 2, sums[n][2], sums[n][3]);
+        }
     }
+    wait_for_tiles();
+    for (int n = 0; n <= last - first; ++n)
+        warpgroup::multiply<!Queries, false>(acc, grads + n * area, others + n * area, Unscaled{});
     const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
     store_clipped(acc,
                   (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
@@ -936,31 +963,33 @@ template <class T>
 __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
     const int tile_id = blockIdx.x, h = blockIdx.y, tid = threadIdx.x;
     const TileInfo info = p.tile_info[tile_id];
+    const int stride = p.levels | 1;                                     // of the scales: an odd number, no bank conflicts
     float* const all = reinterpret_cast<float*>(tile::shared_memory());  // [all_levels][65]
     float* const scales = all + p.all_levels * (edge + 1);               // [64][levels]
-    float* const halves = scales + edge * p.levels;                      // [32][2]
-    // A warp a token, a lane a level.
-    const int lane = tid % 32;
-    if (p.log_linear) {
-        const float* const from = p.level_scales + (info.token * p.heads + h) * p.levels;
-        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.levels;
-#pragma unroll 4
-        for (int t = tid / 32; t < info.rows; t += threads / 32)
-            for (int l = lane; l < p.levels; l += 32) scales[t * p.levels + l] = from[t * stride + l];
+    float* const halves = scales + edge * stride;                        // [32][2]
+    // 16 threads a token.
+    const int row = tid / 16;
+    const std::int64_t global_stride = static_cast<std::int64_t>(p.heads) * p.levels;
+    const std::int64_t global_start = (info.token * p.heads + h) * p.levels + row * global_stride;
+    constexpr int passes = edge * 16 / threads;
+    for (int l = tid % 16; l < p.levels; l += 16) {
+        const float* from = p.level_scales + global_start + l;
+#pragma unroll
+        for (int n = 0; n < passes; ++n, from += threads / 16 * global_stride)
+            if (row + n * (threads / 16) < info.rows) scales[(row + n * (threads / 16)) * stride + l] = *from;
     }
-    for (int n = tid; n < p.all_levels * edge; n += threads) {
-        const int l = n / edge, t = n % edge;
-        all[l * (edge + 1) + t] = sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[t] : 0.0f;
-    }
+    for (int l = tid / edge; l < p.all_levels; l += threads / edge)
+        all[l * (edge + 1) + tid % edge] = sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[tid % edge] : 0.0f;
     __syncthreads();
     if (tid < edge) {
         float sum = 0;
         for (int l = 1; l < p.all_levels; ++l) {
+            if (!sees_level(p, info.index, l)) continue;
             float term = 0;
             if (tid < info.rows)
-                term = all[l * (edge + 1) + tid] * (p.log_linear ? scales[tid * p.levels + min(l, p.levels - 1)] : 1.0f);
+                term = all[l * (edge + 1) + tid] * (p.log_linear ? scales[tid * stride + min(l, p.levels - 1)] : 1.0f);
             sum += term;
-            if (l < chunk_levels || !sees_level(p, info.index, l)) continue;
+            if (l < chunk_levels) continue;
             term = team_sum(term);
             if (tid % 32 == 0) halves[(l - chunk_levels) * 2 + tid / 32] = term;
         }
@@ -969,16 +998,18 @@ __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
     __syncthreads();
     if (tid < p.all_levels - chunk_levels && sees_level(p, info.index, chunk_levels + tid))
         p.tile_flow[p.at(tile_id, h) * 32 + tid] = halves[2 * tid] + halves[2 * tid + 1];
-    if (!p.log_linear) return;
-    float* const to = p.dlevel_scales + (info.token * p.heads + h) * p.levels;
-    const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.levels;
-    for (int t = tid / 32; t < info.rows; t += threads / 32)
-        for (int l = lane; l < p.levels; l += 32) {
+    for (int l = tid % 16; l < p.levels; l += 16) {
+        float* to = p.dlevel_scales + global_start + l;
+#pragma unroll
+        for (int n = 0; n < passes; ++n, to += threads / 16 * global_stride) {
+            const int t = row + n * (threads / 16);
+            if (t >= info.rows) break;
             float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
             if (l == p.levels - 1)
                 for (int x = l + 1; x < p.all_levels; ++x) sum += all[x * (edge + 1) + t];
-            to[t * stride + l] = sum;
+            *to = sum;
         }
+    }
 }
 
 // level_flow. A thread for each (slot, head, bit).
@@ -1366,7 +1397,7 @@ template <class T>
 void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
     const auto tiles = static_cast<unsigned>(p.tiles);
     const auto heads = static_cast<unsigned>(p.heads);
-    launch_tiles(op, exec, tile_decays<T>, dim3(tiles), 0, p);
+    launch_tiles(op, exec, tile_decays<T>, dim3(tiles, blocks_for(p.heads, decay_heads)), 0, p);
     launch_tiles(op, exec, decay_positions<T>,
                  dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
     if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
@@ -1508,10 +1539,10 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             general();
         }
         const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
-        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * area * sizeof(T), p, p.key_tiles);
-        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * area * sizeof(T), p, p.key_tiles);
+        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * tiles_per_chunk * area * sizeof(T), p, p.key_tiles);
+        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * tiles_per_chunk * area * sizeof(T), p, p.key_tiles);
         launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
-                     static_cast<std::size_t>(p.all_levels * (edge + 1) + edge * p.levels + 64) * sizeof(float), p);
+                     static_cast<std::size_t>(p.all_levels * (edge + 1) + edge * (p.levels | 1) + 64) * sizeof(float), p);
         if (p.slots != p.documents) {
             launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
             launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
