@@ -183,6 +183,15 @@ TEST(SsdEmulation, WholeTiles) {
     for (auto dtype : {DType::float32, DType::bfloat16}) check(problem_of({0, 520}, 128, 64, 11, 2), 0.05, dtype);
 }
 
+// Blocks that pass through many heads: stages are reused many times, by heads with as little as one stage each.
+TEST(SsdEmulation, ManyHeads) {
+    for (std::int64_t levels : {0, 10}) {
+        check(problem_of({0, 400, 420}, 16, 16, levels, 24), 0.05, DType::bfloat16);
+        check(problem_of({0, 300}, 128, 64, levels, 14, 2), 0.05, DType::bfloat16);
+    }
+    check(problem_of({0, 300}, 16, 16, 9, 12), 0.05, DType::float32);
+}
+
 // Nothing cancels in the decays' gradient: little is carried on, but what is must be right.
 TEST(SsdEmulation, StrongDecay) {
     for (auto dtype : {DType::float32, DType::bfloat16})

@@ -307,6 +307,17 @@ TEST_F(CudaSsd, MatchesTheCpuOnLongSequences) {
     }
 }
 
+// Blocks that pass through many heads: a chunk of each document makes blocks, of which many need fewer slices of the heads.
+TEST_F(CudaSsd, MatchesTheCpuWithManyHeadsABlock) {
+    std::vector<std::int64_t> lengths(400, 2);
+    lengths.insert(lengths.begin() + 200, 1100);
+    std::vector<std::int64_t> offsets{0};
+    for (auto length : lengths) offsets.push_back(offsets.back() + length);
+    for (std::int64_t levels : {0, 12})
+        compare({.offsets = offsets, .heads = 24, .key_width = 128, .value_width = 64, .levels = levels, .decay = 0.02},
+                DType::bfloat16, 10);
+}
+
 TEST_F(CudaSsd, MatchesTheCpuForAnyWidth) {
     std::uint64_t seed = 200;
     const std::pair<std::int64_t, std::int64_t> widths[] = {{16, 8},  {32, 32},   {64, 64},   {128, 64},

@@ -1270,10 +1270,15 @@ bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std:
 }
 
 // Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the card.
+#if defined(FENWICK_CUDA_EMULATION)
+constexpr std::int64_t enough_blocks = 8;  // so that small problems have blocks with several heads, as large ones do
+#else
+constexpr std::int64_t enough_blocks = 2048;
+#endif
 template <class T>
 int slices_of(const Problem<T>& p, int blocks) {
     return static_cast<int>(
-        std::clamp<std::int64_t>(ceil_div(2048, static_cast<std::int64_t>(blocks) * p.groups), 1, p.heads / p.groups));
+        std::clamp<std::int64_t>(ceil_div(enough_blocks, static_cast<std::int64_t>(blocks) * p.groups), 1, p.heads / p.groups));
 }
 
 // Whether the kernels of ssd_pipelined.cuh do.

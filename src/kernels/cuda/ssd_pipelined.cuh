@@ -21,6 +21,9 @@ constexpr int consumers = 2;
 constexpr int pipelined_threads = (consumers + 1) * threads;
 constexpr int tile_steps = edge / 16;  // fragments of a tile
 constexpr int copies_ahead = 2;       // stages on their way while the producer starts the next one
+// Scalars of a head that are kept. A head may have one stage of tiles only, and then the producer has not reported those of the
+// last `copies_ahead` heads yet: it must not wait for consumers to be through with them.
+constexpr int head_stages = copies_ahead + 1;
 constexpr float log2_e = 1.44269504f;
 
 // Warpgroups 0 .. consumers - 1 compute, the last one copies.
@@ -435,8 +438,8 @@ constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 a
 
 template <int KT>
 std::size_t pipelined_output_shared(int all_levels) {
-    return (2 * output_stages + output_strip) * area * sizeof(bf16) + 2 * HeadScalars::bytes(all_levels, consumers) +
-           sizeof(TileRing<output_stages, copies_ahead>) + sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
+    return (2 * output_stages + output_strip) * area * sizeof(bf16) + head_stages * HeadScalars::bytes(all_levels, consumers) +
+           sizeof(TileRing<output_stages, copies_ahead>) + sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
 }
 
 // Grid: 2 x slots, head slices of all groups, value tiles.
@@ -452,19 +455,19 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
     Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * output_stages * area);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(strip) + output_strip * area * sizeof(bf16);
     const int scalar_bytes = HeadScalars::bytes(p.all_levels, consumers);
-    auto& ring = *reinterpret_cast<TileRing<output_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto& ring = *reinterpret_cast<TileRing<output_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
     auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
     list_live(p, pair.slot_id, pair.slot.index, live, buckets);
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, p.all_levels); };
-    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
+    for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
         head_ring.initialize(pair.count * threads / 32);
     }
     __syncthreads();
 
-    Position<2> head_position;
+    Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
         typename std::remove_reference_t<decltype(ring)>::Producer producer;
@@ -592,8 +595,8 @@ constexpr int query_gradient_stages = 8;
 template <int KT>
 std::size_t pipelined_query_gradient_shared(int all_levels) {
     return (2 * query_gradient_stages + consumers * KT) * area * sizeof(bf16) +
-           2 * HeadScalars::bytes(all_levels, consumers) + sizeof(TileRing<query_gradient_stages, copies_ahead>) +
-           sizeof(Ring<2>) + most_live * sizeof(LiveBucket);
+           head_stages * HeadScalars::bytes(all_levels, consumers) + sizeof(TileRing<query_gradient_stages, copies_ahead>) +
+           sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
 }
 
 // query_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
@@ -609,19 +612,19 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
     Fragment* const all_queries = reinterpret_cast<Fragment*>(stages + 2 * query_gradient_stages * area);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_queries) + consumers * KT * area * sizeof(bf16);
     const int scalar_bytes = HeadScalars::bytes(p.all_levels, consumers);
-    auto& ring = *reinterpret_cast<TileRing<query_gradient_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto& ring = *reinterpret_cast<TileRing<query_gradient_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
     auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
     list_live(p, pair.slot_id, pair.slot.index, live, buckets);
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, p.all_levels); };
-    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, consumers);
+    for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, consumers);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
         head_ring.initialize(pair.count * threads / 32);
     }
     __syncthreads();
 
-    Position<2> head_position;
+    Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
         typename std::remove_reference_t<decltype(ring)>::Producer producer;
@@ -724,7 +727,7 @@ constexpr int key_gradient_strip = 7;  // score tiles of the two warpgroups: 4 a
 template <int KT>
 std::size_t pipelined_key_gradient_shared() {
     return (2 * key_gradient_stages + key_gradient_strip + consumers * KT) * area * sizeof(bf16) +
-           2 * HeadScalars::bytes(chunk_levels, tiles_per_chunk) + sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<2>);
+           head_stages * HeadScalars::bytes(chunk_levels, tiles_per_chunk) + sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<head_stages>);
 }
 
 // One fragment times factor[row] scale(column) exp(gamma[column] - reference); `gamma` and `scales` from the thread's first
@@ -800,17 +803,17 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
     Fragment* const all_keys = strip + key_gradient_strip * tile_steps * threads;
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_keys) + consumers * KT * area * sizeof(bf16);
     const int scalar_bytes = HeadScalars::bytes(chunk_levels, tiles_per_chunk);
-    auto& ring = *reinterpret_cast<TileRing<key_gradient_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto& ring = *reinterpret_cast<TileRing<key_gradient_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
-    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, tiles_per_chunk);
+    for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, tiles_per_chunk);
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
         head_ring.initialize(pair.count * threads / 32);
     }
     __syncthreads();
 
-    Position<2> head_position;
+    Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
         typename std::remove_reference_t<decltype(ring)>::Producer producer;
@@ -1111,8 +1114,8 @@ constexpr int score_units = Near ? 1 : 2;  // tiles of a warpgroup
 template <bool Near>
 std::size_t pipelined_score_gradient_shared() {
     return (2 * score_stages + score_teams<Near> * score_units<Near>)*area * sizeof(bf16) +
-           score_teams<Near> * 8 * edge * sizeof(float) + 2 * HeadScalars::bytes(chunk_levels, 2) +
-           sizeof(TileRing<score_stages, copies_ahead>) + sizeof(Ring<2>);
+           score_teams<Near> * 8 * edge * sizeof(float) + head_stages * HeadScalars::bytes(chunk_levels, 2) +
+           sizeof(TileRing<score_stages, copies_ahead>) + sizeof(Ring<head_stages>);
 }
 
 // score_gradients. Grid: Near: 2 x slots, else slots; head slices of all groups.
@@ -1130,17 +1133,17 @@ __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradie
     float* const all_sums = reinterpret_cast<float*>(strip + teams * units * tile_steps * threads);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_sums + teams * 8 * edge);
     constexpr int scalar_bytes = HeadScalars::bytes(chunk_levels, 2);
-    auto& ring = *reinterpret_cast<TileRing<score_stages, copies_ahead>*>(scalars + 2 * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<2>*>(&ring + 1);
+    auto& ring = *reinterpret_cast<TileRing<score_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
+    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
-    for (int n = 0; n < 2; ++n) head_at(n).prepare(p, 2);
+    for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, 2);
     if (threadIdx.x == 0) {
         ring.initialize(active * threads / 32);
         head_ring.initialize(active * threads / 32);
     }
     __syncthreads();
 
-    Position<2> head_position;
+    Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == teams) {
         typename std::remove_reference_t<decltype(ring)>::Producer producer;
