@@ -97,7 +97,7 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
                                              .v_stride = vt.row_stride(), .dq_stride = q_out.stride(),
                                              .dk_stride = k_out.stride(), .dv_stride = v_out.stride(),
                                              .q = qt.data(), .k = kt.data(), .v = vt.data(), .g = gt.data(),
-                                             .level_scales = scales.data(), .o = o.data(), .d_o = d_o.data(),
+                                             .level_scales = scales.data(), .d_o = d_o.data(),
                                              .dq = q_out.data(), .dk = k_out.data(), .dv = v_out.data(),
                                              .dg = g_out.data(),
                                              .dlevel_scales = scales_out ? scales_out->data() : nullptr});

@@ -43,7 +43,6 @@ struct SsdBackward {
     const void* v = nullptr;
     const void* g = nullptr;
     const void* level_scales = nullptr;
-    const void* o = nullptr;    // forward's output, dense (neither device reads it)
     const void* d_o = nullptr;  // dense
     void* dq = nullptr;
     void* dk = nullptr;

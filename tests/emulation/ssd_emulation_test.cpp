@@ -127,7 +127,6 @@ void check(SsdProblem problem, double decay, DType dtype, double strong = 0) {
     set_sizes(backward);
     backward.dq_stride = backward.dk_stride = forward.q_stride;
     backward.dv_stride = forward.v_stride;
-    backward.o = o.data();
     backward.d_o = d_o.data();
     backward.dq = dq.data();
     backward.dk = dk.data();

@@ -166,7 +166,6 @@ Results on_cpu(const Case& c, const Arrays& a) {
     backward.v = a.v.data();
     backward.g = a.g.data();
     backward.level_scales = scales(a.level_scales);
-    backward.o = r.o.data();
     backward.d_o = a.d_o.data();
     backward.dq = r.dq.data();
     backward.dk = r.dk.data();
@@ -218,7 +217,6 @@ Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
     backward.v = first(v);
     backward.g = g.data();
     backward.level_scales = scales(level_scales);
-    backward.o = o.data();
     backward.d_o = d_o.data();
     backward.dq = first(dq);
     backward.dk = first(dk);

@@ -94,8 +94,8 @@ SsdSolution run(const SsdProblem& p, std::int64_t chunk_size, std::int64_t gap =
                                .chunk_size = chunk_size, .q_stride = q.stride, .k_stride = k.stride, .v_stride = v.stride,
                                .dq_stride = dq.stride, .dk_stride = dk.stride, .dv_stride = dv.stride,
                                .q = q.data.data(), .k = k.data.data(), .v = v.data.data(), .g = g.data.data(),
-                               .level_scales = p.levels > 0 ? scales.data() : nullptr, .o = o.data.data(),
-                               .d_o = d_o.data.data(), .dq = dq.data.data(), .dk = dk.data.data(), .dv = dv.data.data(),
+                               .level_scales = p.levels > 0 ? scales.data() : nullptr, .d_o = d_o.data.data(),
+                               .dq = dq.data.data(), .dk = dk.data.data(), .dv = dv.data.data(),
                                .dg = dg.data.data(), .dlevel_scales = p.levels > 0 ? dscales.data() : nullptr});
     return {o.dense(), dq.dense(), dk.dense(), dv.dense(), dg.dense(), std::vector<double>(dscales.begin(), dscales.end())};
 }
