@@ -3,9 +3,9 @@
 // A kernel's .cu file is compiled as C++ with FENWICK_CUDA_EMULATION defined and this folder before all others on the
 // include path, which replaces cuda_runtime.h and cuda_bf16.h. Every thread of a block is a fiber; blocks run one after
 // another; warps advance in random order, so that a missing barrier shows. Shared memory starts as NaN and is guarded
-// against overruns; an asynchronous copy makes its target NaN at once and fills it when the thread waits for it, or before it arrives
-// at an mbarrier.
-// Emulated: what kernels/cuda/common.cuh and tile.cuh need, blocks of one dimension, whole warps. x86-64 only.
+// against overruns; an asynchronous copy makes its target NaN at once and fills it when the thread waits for it, or before
+// it arrives at an mbarrier. Emulated: what kernels/cuda/common.cuh and tile.cuh need, blocks of one dimension, whole warps.
+// x86-64 only.
 #pragma once
 
 #include <algorithm>
@@ -44,6 +44,11 @@ inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline constexpr int cudaDevAttrComputeCapabilityMajor = 0;
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
+    *value = 9;
+    return cudaSuccess;
+}
 // The limit of a Hopper GPU.
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int bytes) { return bytes > 227 * 1024; }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int, cudaStream_t) {

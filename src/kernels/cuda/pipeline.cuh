@@ -63,8 +63,8 @@ struct Position {
     }
 };
 
-// The barriers of a ring. Producer: acquire, copy, commit; and finish behind the last stage. Consumer: wait, read, release (a
-// warp at a time, all of its threads together).
+// The barriers of a ring. Producer: acquire, copy, commit; and finish behind the last stage. Consumer: wait, read, release
+// (a warp at a time, all of its threads together).
 template <int Stages>
 struct Ring {
     Barrier filled[Stages], free[Stages];
@@ -91,7 +91,8 @@ struct Ring {
 };
 
 // Stages that wgmma reads, whose copies must be fenced by the thread that made them, when they are complete: the producer
-// reports a stage once it has started the `Ahead`-th one after it. (A fence by the consumers would wait for their own stores.)
+// reports a stage once it has started the `Ahead`-th one after it. (A fence by the consumers would wait for their own
+// stores.)
 template <int Stages, int Ahead>
 struct TileRing : Ring<Stages> {
     static_assert(Ahead < Stages);

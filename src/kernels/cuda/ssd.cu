@@ -931,7 +931,8 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
         for (int s = 0; s < p.slices; ++s) {
             const float* const part =
                 p.score_grad +
-                ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area + start;
+                ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area +
+                start;
 #pragma unroll
             for (int n = 0; n < passes; ++n) {
                 float x[width];
@@ -1269,7 +1270,8 @@ bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std:
     return reinterpret_cast<std::uintptr_t>(pointer) % (2 * size) == 0;
 }
 
-// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the card.
+// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the
+// card.
 #if defined(FENWICK_CUDA_EMULATION)
 constexpr std::int64_t enough_blocks = 8;  // so that small problems have blocks with several heads, as large ones do
 #else
@@ -1277,14 +1279,17 @@ constexpr std::int64_t enough_blocks = 2048;
 #endif
 template <class T>
 int slices_of(const Problem<T>& p, int blocks) {
-    return static_cast<int>(
-        std::clamp<std::int64_t>(ceil_div(enough_blocks, static_cast<std::int64_t>(blocks) * p.groups), 1, p.heads / p.groups));
+    return static_cast<int>(std::clamp<std::int64_t>(ceil_div(enough_blocks, static_cast<std::int64_t>(blocks) * p.groups),
+                                                     1, p.heads / p.groups));
 }
 
-// Whether the kernels of ssd_pipelined.cuh do.
+// Whether the kernels of ssd_pipelined.cuh do. They are made for Hopper: 227 KB of shared memory a block.
 template <class T>
-bool fits_pipelined(const Problem<T>& p) {
-    return p.key_tiles <= 2 && p.wide_q && p.wide_k && p.wide_v && p.wide_state;
+bool fits_pipelined(const Exec& exec, const Problem<T>& p) {
+    if (p.key_tiles > 2 || !p.wide_q || !p.wide_k || !p.wide_v || !p.wide_state) return false;
+    int major = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
+    return major == 9;
 }
 
 template <class T, class Args>
@@ -1375,7 +1380,7 @@ template <bool Reader, class T>
 void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p, int jobs) {
     const auto value_tiles = static_cast<unsigned>(p.value_tiles);
     if constexpr (std::is_same_v<T, tile::bf16>) {
-        if (fits_pipelined(p) && (!Reader || p.wide_o)) {
+        if (fits_pipelined(exec, p) && (!Reader || p.wide_o)) {
             Problem<T> sliced = p;
             const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, outer_teams));
             // Whole teams of heads a slice.
@@ -1383,9 +1388,10 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
             sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
             return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
-                launch_blocks(op, exec, pipelined_outer_products<KT, Reader>,
-                              dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles),
-                              outer_threads, pipelined_outer_shared<KT>(), sliced);
+                launch_blocks(
+                    op, exec, pipelined_outer_products<KT, Reader>,
+                    dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles),
+                    outer_threads, pipelined_outer_shared<KT>(), sliced);
             });
         }
     }
@@ -1430,16 +1436,16 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
         arena.allocate(exec);
         build_states(op, exec, p);
         if constexpr (std::is_same_v<T, tile::bf16>) {
-            if (fits_pipelined(p)) {
+            if (fits_pipelined(exec, p)) {
                 Problem<T> sliced = p;
                 sliced.slices = slices_of(p, consumers * p.slots);
                 return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
-                    launch_blocks(op, exec, pipelined_outputs<KT>,
-                                  dim3(static_cast<unsigned>(consumers * p.slots),
-                                       static_cast<unsigned>(p.groups * sliced.slices),
-                                       static_cast<unsigned>(p.value_tiles)),
-                                  pipelined_threads, pipelined_output_shared<KT>(p.all_levels), sliced);
+                    launch_blocks(
+                        op, exec, pipelined_outputs<KT>,
+                        dim3(static_cast<unsigned>(consumers * p.slots), static_cast<unsigned>(p.groups * sliced.slices),
+                             static_cast<unsigned>(p.value_tiles)),
+                        pipelined_threads, pipelined_output_shared<KT>(p.all_levels), sliced);
                 });
             }
         }
@@ -1509,8 +1515,8 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             });
         }
         const auto general = [&] {
-            launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), score_gradient_shared(sizeof(T)),
-                         p);
+            launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks),
+                         score_gradient_shared(sizeof(T)), p);
             launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
                          score_gradient_shared(sizeof(T)), p);
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
@@ -1518,12 +1524,12 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                 const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
                 launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
                              query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
-                launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), key_gradient_shared(KT, sizeof(T)),
-                             p);
+                launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
+                             key_gradient_shared(KT, sizeof(T)), p);
             });
         };
         if constexpr (std::is_same_v<T, tile::bf16>) {
-            if (fits_pipelined(p) && p.value_tiles == 1 && p.wide_o) {
+            if (fits_pipelined(exec, p) && p.value_tiles == 1 && p.wide_o) {
                 const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();

@@ -1,5 +1,5 @@
-// The scan's kernels for bfloat16 in whole 16-byte rows and K <= 128 (pipeline.cuh): a block has one warpgroup that copies and
-// two that compute, each on its own tile of 64 tokens, so that what both need is read once. Part of ssd.cu.
+// The scan's kernels for bfloat16 in whole 16-byte rows and K <= 128 (pipeline.cuh): a block has one warpgroup that copies
+// and two that compute, each on its own tile of 64 tokens, so that what both need is read once. Part of ssd.cu.
 #pragma once
 
 #include "kernels/cuda/pipeline.cuh"
@@ -20,9 +20,9 @@ using warpgroup::multiply_fragments;
 constexpr int consumers = 2;
 constexpr int pipelined_threads = (consumers + 1) * threads;
 constexpr int tile_steps = edge / 16;  // fragments of a tile
-constexpr int copies_ahead = 2;       // stages on their way while the producer starts the next one
-// Scalars of a head that are kept. A head may have one stage of tiles only, and then the producer has not reported those of the
-// last `copies_ahead` heads yet: it must not wait for consumers to be through with them.
+constexpr int copies_ahead = 2;        // stages on their way while the producer starts the next one
+// Scalars of a head that are kept. A head may have one stage of tiles only, and then the producer has not reported those of
+// the last `copies_ahead` heads yet: it must not wait for consumers to be through with them.
 constexpr int head_stages = copies_ahead + 1;
 constexpr float log2_e = 1.44269504f;
 
@@ -90,8 +90,8 @@ __device__ __forceinline__ const bf16* output_grad_at(const Problem<bf16>& p, st
 }
 // The KT tiles of a state's value tile, one below the other.
 template <int KT>
-__device__ __forceinline__ void copy_state(const Problem<bf16>& p, const TileCopy& copy, bf16* to, const bf16* states, int slot,
-                                           int h, int vt) {
+__device__ __forceinline__ void copy_state(const Problem<bf16>& p, const TileCopy& copy, bf16* to, const bf16* states,
+                                           int slot, int h, int vt) {
     const bf16* const from = states + p.state_at(slot, h) + vt * edge;
 #pragma unroll
     for (int kt = 0; kt < KT; ++kt) copy(to + kt * area, from + kt * edge * p.value_width, p.key_width - kt * edge);
@@ -119,9 +119,9 @@ struct Pair {
     __device__ __forceinline__ std::int64_t token_of(int j) const { return token + j * edge; }
 };
 
-// What the tiles of a chunk need of one head: decays, and the scales of the first `levels` levels of `scale_tiles` tiles (levels
-// beyond the last column repeat it; the linear operator's scales are 1). Rows of level scales are `stride` floats apart, an odd
-// number: no bank conflicts.
+// What the tiles of a chunk need of one head: decays, and the scales of the first `levels` levels of `scale_tiles` tiles
+// (levels beyond the last column repeat it; the linear operator's scales are 1). Rows of level scales are `stride` floats
+// apart, an odd number: no bank conflicts.
 struct HeadScalars {
     unsigned char* base;
     int levels, stride;
@@ -131,7 +131,8 @@ struct HeadScalars {
     static __host__ __device__ constexpr int bytes(int levels, int scale_tiles) {
         const int scales = scale_tiles * edge * (levels | 1) * static_cast<int>(sizeof(float));
         return (tiles_per_chunk * edge * static_cast<int>(sizeof(float)) +
-                (tiles_per_chunk + 1 + most_live) * static_cast<int>(sizeof(double)) + scales + 15) / 16 * 16;
+                (tiles_per_chunk + 1 + most_live) * static_cast<int>(sizeof(double)) + scales + 15) /
+               16 * 16;
     }
     __device__ __forceinline__ float* gamma(int j) const { return reinterpret_cast<float*>(base) + j * edge; }
     // Before tile j of the chunk.
@@ -149,9 +150,7 @@ struct HeadScalars {
         return exp2_fast(fminf(static_cast<float>(to - from), 0.0f) * log2_e);
     }
     // Level scale of the row-th token of the tiles whose scales were loaded; those of the next ones are `stride` apart.
-    __device__ __forceinline__ const float* scales_of(int row, int level) const {
-        return scales() + row * stride + level;
-    }
+    __device__ __forceinline__ const float* scales_of(int row, int level) const { return scales() + row * stride + level; }
     __device__ __forceinline__ float scale(int row, int level) const { return *scales_of(row, level); }
 
     // By all threads of the block, before it synchronizes for the first time.
@@ -160,8 +159,8 @@ struct HeadScalars {
         if (p.log_linear) return;
         for (int n = threadIdx.x; n < scale_tiles * edge * stride; n += blockDim.x) scales()[n] = 1.0f;
     }
-    // Copies of the producer: gamma and start of tiles [first, last] of the chunk, its end, ends of `live` buckets, scales of the
-    // tokens of tiles [scale_first, last].
+    // Copies of the producer: gamma and start of tiles [first, last] of the chunk, its end, ends of `live` buckets, scales
+    // of the tokens of tiles [scale_first, last].
     template <class T>
     __device__ __forceinline__ void load(const Problem<T>& p, const Pair& pair, int h, int first, int last,
                                          const LiveBucket* buckets, int live, int scale_first) const {
@@ -186,14 +185,15 @@ struct HeadScalars {
                 p.level_scales + ((pair.token_of(scale_first) + row) * p.heads + h) * p.levels + min(l, p.levels - 1);
             float* to = scales() + row * stride + l;
 #pragma unroll 4
-            for (int n = 0; n < (last - scale_first + 1) * edge; n += threads / 16, from += step, to += threads / 16 * stride)
+            for (int n = 0; n < (last - scale_first + 1) * edge;
+                 n += threads / 16, from += step, to += threads / 16 * stride)
                 tile::copy_async<4>(to, from, n < rows);
         }
     }
 };
 
-// One fragment times factor[row] exp(reference - gamma[column]); `gamma` from the thread's first column on, `reference` times
-// log2(e).
+// One fragment times factor[row] exp(reference - gamma[column]); `gamma` from the thread's first column on, `reference`
+// times log2(e).
 __device__ __forceinline__ void scale_fragment(Fragment& a, const float (&factor)[2], float reference, const float* gamma) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -220,10 +220,10 @@ __device__ __forceinline__ void scale_below(Fragment (&a)[tile_steps], const flo
     }
 }
 
-// scores x (level mask and decay) of a tile with itself; its rows of level scales are `row` on. A warp has 16 rows: blocks of 16
-// columns before them are at level 5 (next to them in the same 32) or 6.
-__device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma, int row,
-                                              Fragment* scores) {
+// scores x (level mask and decay) of a tile with itself; its rows of level scales are `row` on. A warp has 16 rows: blocks
+// of 16 columns before them are at level 5 (next to them in the same 32) or 6.
+__device__ __forceinline__ void mask_diagonal(Fragment (&a)[tile_steps], const HeadScalars& head, const float* gamma,
+                                              int row, Fragment* scores) {
     const int lane = tile::team_index() % 32, warp = tile::team_index() / 32;
     const int t = warp * 16 + lane / 4, column = lane % 4 * 2;
     const float end[2] = {gamma[t] * log2_e, gamma[t + 8] * log2_e};
@@ -285,8 +285,8 @@ std::size_t pipelined_outer_shared() {
            sizeof(TileRing<outer_stages, copies_ahead>);
 }
 
-// outer_products for value columns vt, transposed, so that the narrower operand is the one that is scaled: out'[v, k] = sum of
-// (scale y)' x. Grid: slots or jobs, head slices of all groups, value tiles.
+// outer_products for value columns vt, transposed, so that the narrower operand is the one that is scaled: out'[v, k] = sum
+// of (scale y)' x. Grid: slots or jobs, head slices of all groups, value tiles.
 template <int KT, bool Reader>
 __global__ void __launch_bounds__(outer_threads, 1) pipelined_outer_products(Problem<bf16> p) {
     const HeadRange range = head_range(p);
@@ -333,7 +333,8 @@ __global__ void __launch_bounds__(outer_threads, 1) pipelined_outer_products(Pro
                 const int rows = t == tiles - 1 ? last_rows : edge;
 #pragma unroll
                 for (int kt = 0; kt < KT; ++kt)
-                    (kt < KT - 1 ? copy_keys : copy_last_keys)(to + kt * area, keys + its_token * key_stride + kt * edge, rows);
+                    (kt < KT - 1 ? copy_keys : copy_last_keys)(to + kt * area, keys + its_token * key_stride + kt * edge,
+                                                               rows);
                 for (int x = 0; x < heads; ++x) {
                     const int h = base + x;
                     copy_value(to + (KT + x) * area,
@@ -342,12 +343,13 @@ __global__ void __launch_bounds__(outer_threads, 1) pipelined_outer_products(Pro
                     const std::int64_t at = p.at(first + t, h);
                     if (thread < edge) {
                         if (Reader && p.log_linear)
-                            tile::copy_async<4>(its.scale + thread,
-                                                p.level_scales + ((its_token + min(thread, rows - 1)) * p.heads + h) * p.levels +
-                                                    level,
-                                                thread < rows);
+                            tile::copy_async<4>(
+                                its.scale + thread,
+                                p.level_scales + ((its_token + min(thread, rows - 1)) * p.heads + h) * p.levels + level,
+                                thread < rows);
                     } else if (thread < edge + edge / 4) {
-                        tile::copy_async_16(its.gamma + (thread - edge) * 4, p.gamma + at * edge + (thread - edge) * 4, true);
+                        tile::copy_async_16(its.gamma + (thread - edge) * 4, p.gamma + at * edge + (thread - edge) * 4,
+                                            true);
                     } else if (thread == 96) {
                         tile::copy_async<8>(&its.start, p.start + at, true);
                     } else if (thread == 97) {
@@ -375,7 +377,8 @@ __global__ void __launch_bounds__(outer_threads, 1) pipelined_outer_products(Pro
                 const bf16* const from = stages + at.stage * stage_size;
                 const OuterScalars& its = scalars[at.stage * outer_teams + self];
                 // Tokens are read at the state's end, or read from it.
-                const float between = fminf(static_cast<float>(Reader ? its.start - its.end : its.end - its.start), 0.0f) * log2_e;
+                const float between =
+                    fminf(static_cast<float>(Reader ? its.start - its.end : its.end - its.start), 0.0f) * log2_e;
                 Fragment a[tile_steps];
 #pragma unroll
                 for (int k = 0; k < tile_steps; ++k) {
@@ -438,13 +441,14 @@ constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 a
 
 template <int KT>
 std::size_t pipelined_output_shared(int all_levels) {
-    return (2 * output_stages + output_strip) * area * sizeof(bf16) + head_stages * HeadScalars::bytes(all_levels, consumers) +
-           sizeof(TileRing<output_stages, copies_ahead>) + sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
+    return (2 * output_stages + output_strip) * area * sizeof(bf16) +
+           head_stages * HeadScalars::bytes(all_levels, consumers) + sizeof(TileRing<output_stages, copies_ahead>) +
+           sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
 }
 
 // Grid: 2 x slots, head slices of all groups, value tiles.
-// Order of the stages: q of the block's tiles, k of the chunk's tiles up to them; then for every head v of those tiles, two a
-// stage, and the states of the live buckets.
+// Order of the stages: q of the block's tiles, k of the chunk's tiles up to them; then for every head v of those tiles, two
+// a stage, and the states of the live buckets.
 template <int KT>
 __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Problem<bf16> p) {
     const Pair pair(p);
@@ -474,7 +478,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
         const auto fetch_keys = [&](int j, bool queries) {
             ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
+                          range.group, kt);
             ring.commit(producer);
         };
         for (int j = pair.first; j <= last; ++j) fetch_keys(j, true);
@@ -488,7 +493,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_outputs(Proble
             for (int j = 0; j <= last; j += 2) {
                 ring.acquire(producer);
                 for (int x = j; x <= min(j + 1, last); ++x)
-                    copy_value(stages + (2 * producer.at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
+                    copy_value(stages + (2 * producer.at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt),
+                               pair.rows(x));
                 ring.commit(producer);
             }
             for (int n = 0; n < live; ++n) {
@@ -600,7 +606,8 @@ std::size_t pipelined_query_gradient_shared(int all_levels) {
 }
 
 // query_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
-// Order of the stages: q of the tiles; then for every head do of the tiles, in one stage, and the states of the live buckets.
+// Order of the stages: q of the tiles; then for every head do of the tiles, in one stage, and the states of the live
+// buckets.
 template <int KT>
 __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradients(Problem<bf16> p) {
     const Pair pair(p);
@@ -631,7 +638,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
         for (int j = pair.first; j <= last && heads > 0; ++j) {
             ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group, kt);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group,
+                          kt);
             ring.commit(producer);
         }
         const TileCopy copy_grad(static_cast<std::int64_t>(p.heads) * p.value_width, p.value_width);
@@ -680,8 +688,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
         Fragment grad[tile_steps];
         ring.wait(at);
 #pragma unroll
-        for (int k = 0; k < tile_steps; ++k)
-            grad[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
+        for (int k = 0; k < tile_steps; ++k) grad[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
         ring.release(at);
         for (int n = 0; n < live; ++n) {
             const int level = buckets[n].level;
@@ -727,7 +734,8 @@ constexpr int key_gradient_strip = 7;  // score tiles of the two warpgroups: 4 a
 template <int KT>
 std::size_t pipelined_key_gradient_shared() {
     return (2 * key_gradient_stages + key_gradient_strip + consumers * KT) * area * sizeof(bf16) +
-           head_stages * HeadScalars::bytes(chunk_levels, tiles_per_chunk) + sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<head_stages>);
+           head_stages * HeadScalars::bytes(chunk_levels, tiles_per_chunk) +
+           sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<head_stages>);
 }
 
 // One fragment times factor[row] scale(column) exp(gamma[column] - reference); `gamma` and `scales` from the thread's first
@@ -790,8 +798,8 @@ __device__ __forceinline__ void mask_readers(Fragment (&a)[tile_steps], const He
 }
 
 // key_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
-// Order of the stages: k of the tiles, q of the chunk's tiles from them on; then for every head v of the tiles, the gradient of
-// the chunk's state, and do of the chunk's tiles from them on, two a stage.
+// Order of the stages: k of the tiles, q of the chunk's tiles from them on; then for every head v of the tiles, the gradient
+// of the chunk's state, and do of the chunk's tiles from them on, two a stage.
 template <int KT>
 __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(Problem<bf16> p) {
     const Pair pair(p);
@@ -820,7 +828,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
         const auto fetch_keys = [&](int j, bool queries) {
             ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j), range.group, kt);
+                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
+                          range.group, kt);
             ring.commit(producer);
         };
         for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, false);
@@ -843,7 +852,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
             for (int m = pair.first; m <= last; m += 2) {
                 ring.acquire(producer);
                 for (int x = m; x <= min(m + 1, last); ++x)
-                    copy_grad(stages + (2 * producer.at.stage + x - m) * area, output_grad_at(p, pair.token_of(x), h), pair.rows(x));
+                    copy_grad(stages + (2 * producer.at.stage + x - m) * area, output_grad_at(p, pair.token_of(x), h),
+                              pair.rows(x));
                 ring.commit(producer);
             }
         }
@@ -900,8 +910,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
         Fragment value[tile_steps];
         ring.wait(at);
 #pragma unroll
-        for (int k = 0; k < tile_steps; ++k)
-            value[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
+        for (int k = 0; k < tile_steps; ++k) value[k] = load_fragment<false>(stages + (2 * at.stage + self) * area, k * 16);
         ring.release(at);
 
         Accumulator acc;
@@ -928,7 +937,8 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
                 value[k].x[e] = tile::pack(v.x * weight, v.y * weight);
             }
 #pragma unroll
-        for (int kt = 0; kt < KT; ++kt) multiply_fragments<true, true>(total[kt], value, stages + (2 * at.stage + kt) * area);
+        for (int kt = 0; kt < KT; ++kt)
+            multiply_fragments<true, true>(total[kt], value, stages + (2 * at.stage + kt) * area);
         ring.release(at);
         warpgroup::sum_over_columns(sums);
         if (lane % 4 == 0) {
@@ -954,7 +964,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
                     const int level = tile_bits + bits_of(j ^ m);
                     const float between = HeadScalars::decay(end, head.start()[m]);
                     const float factor[2] = {to_end[0] * between, to_end[1] * between};
-const int row = (m - pair.first) * edge + column;
+                    const int row = (m - pair.first) * edge + column;
 #pragma unroll
                     for (int k = 0; k < tile_steps; ++k) {
                         a[k] = own_fragment(its, k);
@@ -975,8 +985,8 @@ const int row = (m - pair.first) * edge + column;
 
 // ---- gradients of the scores -----------------------------------------------------------------------------------------
 
-// Terms of columns 16 k .. 16 k + 15 of one level, whose mask is factor[row] exp(reference - gamma[column]). `grad` is do v' and
-// becomes the terms scale x decay x (q . k) x (do . v); total += gradient of q . k; sums += terms without factor[row].
+// Terms of columns 16 k .. 16 k + 15 of one level, whose mask is factor[row] exp(reference - gamma[column]). `grad` is do v'
+// and becomes the terms scale x decay x (q . k) x (do . v); total += gradient of q . k; sums += terms without factor[row].
 __device__ __forceinline__ void separable_terms(Accumulator& grad, Accumulator& total, int k, const Fragment& score,
                                                 const float (&factor)[2], float reference, const float* gamma,
                                                 float (&sums)[2]) {
@@ -1119,7 +1129,8 @@ std::size_t pipelined_score_gradient_shared() {
 }
 
 // score_gradients. Grid: Near: 2 x slots, else slots; head slices of all groups.
-// Order of the stages: q of the tiles that read, k of those that are read; then for every head do of the former, v of the latter.
+// Order of the stages: q of the tiles that read, k of those that are read; then for every head do of the former, v of the
+// latter.
 template <int KT, bool Near>
 __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradients(Problem<bf16> p) {
     constexpr int teams = score_teams<Near>, units = score_units<Near>;
@@ -1254,8 +1265,9 @@ __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradie
         }
         head_ring.release(head_position);
     }
-    float* const out = p.score_grad + ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk +
-                                       given_first + given) * area;
+    float* const out =
+        p.score_grad +
+        ((static_cast<std::int64_t>(blockIdx.y) * p.tiles + tile_id) * tiles_per_chunk + given_first + given) * area;
     store_parts(total, out);
 }
 
