@@ -44,9 +44,12 @@ inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+namespace emulation {
+inline int compute_capability = 9;  // its major number: kernels that need a newer GPU are not chosen
+}
 inline constexpr int cudaDevAttrComputeCapabilityMajor = 0;
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
-    *value = 9;
+    *value = emulation::compute_capability;
     return cudaSuccess;
 }
 // The limit of a Hopper GPU.

@@ -9,6 +9,7 @@
 
 #include "base/memory.h"
 #include "base/random.h"
+#include "cuda_emulation.h"
 #include "kernels/ssd.h"
 #include "support/reference_ssd.h"
 
@@ -77,9 +78,10 @@ double rms_ratio(const std::vector<double>& actual, const std::vector<double>& e
 }
 
 // `strong`: the share of tokens whose g is -80.
-void check(SsdProblem problem, double decay, DType dtype, double strong = 0) {
-    SCOPED_TRACE(fmt::format("{} tokens, {}, K {}, V {}, levels {}", problem.num_tokens(), name_of(dtype), problem.key_width,
-                             problem.value_width, problem.levels));
+void check_on(int compute_capability, SsdProblem problem, double decay, DType dtype, double strong) {
+    SCOPED_TRACE(fmt::format("{} tokens, {}, K {}, V {}, levels {}, compute capability {}", problem.num_tokens(),
+                             name_of(dtype), problem.key_width, problem.value_width, problem.levels, compute_capability));
+    emulation::compute_capability = compute_capability;
     Random random(17, 3);
     const auto fill = [&](std::vector<double>& values, std::int64_t columns, double scale) {
         values.resize(static_cast<std::size_t>(problem.num_tokens() * columns));
@@ -146,6 +148,12 @@ void check(SsdProblem problem, double decay, DType dtype, double strong = 0) {
     EXPECT_LT(rms_ratio(dlevel_scales.values(), expected.dlevel_scales), gradient_bound);
 }
 
+// On the GPUs that the kernels differ for.
+void check(const SsdProblem& problem, double decay, DType dtype, double strong = 0) {
+    check_on(9, problem, decay, dtype, strong);
+    if (dtype == DType::bfloat16) check_on(8, problem, decay, dtype, strong);
+}
+
 SsdProblem problem_of(std::vector<std::int64_t> offsets, std::int64_t key_width, std::int64_t value_width,
                       std::int64_t levels, std::int64_t heads = 1, std::int64_t groups = 1) {
     SsdProblem problem;
@@ -185,10 +193,10 @@ TEST(SsdEmulation, WholeTiles) {
 // Blocks that pass through many heads: stages are reused many times, by heads with as little as one stage each.
 TEST(SsdEmulation, ManyHeads) {
     for (std::int64_t levels : {0, 10}) {
-        check(problem_of({0, 400, 420}, 16, 16, levels, 24), 0.05, DType::bfloat16);
-        check(problem_of({0, 300}, 128, 64, levels, 14, 2), 0.05, DType::bfloat16);
+        check(problem_of({0, 400, 420}, 16, 16, levels, 10), 0.05, DType::bfloat16);
+        check(problem_of({0, 300}, 128, 64, levels, 10, 2), 0.05, DType::bfloat16);
     }
-    check(problem_of({0, 300}, 16, 16, 9, 12), 0.05, DType::float32);
+    check(problem_of({0, 300}, 16, 16, 9, 8), 0.05, DType::float32);
 }
 
 // Nothing cancels in the decays' gradient: little is carried on, but what is must be right.
