@@ -81,9 +81,10 @@ public:
         }
         if (quiet_) return;
         if (end.signal != 0)
-            std::fprintf(stderr, "interrupted after step %lld; continue with --resume auto\n", static_cast<long long>(end.step));
-        std::fprintf(stderr, "%s in %s; checkpoint %s\npeak memory %s: %s\n", end.signal != 0 ? "stopped" : "trained",
-                     duration_text(end.time_s).c_str(), end.checkpoint.c_str(),
+            std::fprintf(stderr, "interrupted after step %lld; %s\n", static_cast<long long>(end.step),
+                         end.checkpoint.empty() ? "train.keep_checkpoints is 0, so nothing was saved" : "continue with --resume auto");
+        std::fprintf(stderr, "%s in %s; %s\npeak memory %s: %s\n", end.signal != 0 ? "stopped" : "trained",
+                     duration_text(end.time_s).c_str(), end.checkpoint.empty() ? "no checkpoint" : ("checkpoint " + end.checkpoint).c_str(),
                      bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
                      memory_text(end.memory.peak_bytes).c_str());
     }

@@ -215,7 +215,8 @@ const std::vector<Section>& table() {
             between(0, max_tokens, key("validate_tokens", FIELD(train.validate_tokens),
                             "tokens of a validation, rounded up to whole rows; 0: the whole file")),
             between(0, max_steps, key("checkpoint_every", FIELD(train.checkpoint_every), "steps between checkpoints; 0: only at the end")),
-            between(1, max_steps, key("keep_checkpoints", FIELD(train.keep_checkpoints), "newest checkpoints that are kept")),
+            between(0, max_steps, key("keep_checkpoints", FIELD(train.keep_checkpoints),
+                            "newest checkpoints that are kept; 0: none is written, as for a benchmark")),
             between(1, max_steps, key("log_every", FIELD(train.log_every), "steps between lines of metrics.jsonl")),
             choice("recompute", FIELD(train.recompute),
                    std::vector<std::pair<std::string, Recompute>>{

@@ -151,7 +151,7 @@ public:
             if (last || signal != 0 || is_due(train.checkpoint_every)) save();
         }
         EndReport end{.step = step_, .total_steps = train.steps, .signal = step_ < train.steps ? signal : 0,
-                      .checkpoint = checkpoint_path(checkpoints(), step_), .time_s = seconds_since(start_),
+                      .checkpoint = keeps_checkpoints() ? checkpoint_path(checkpoints(), step_) : "", .time_s = seconds_since(start_),
                       .memory = memory_stats(device_.type)};
         if (communicator_.is_root()) observer_.on_end(end);
         return end;
@@ -237,7 +237,10 @@ private:
         rows_ = loader_.rows_before(header.loader);
     }
 
+    bool keeps_checkpoints() const { return config_.train.keep_checkpoints > 0; }
+
     void save() {
+        if (!keeps_checkpoints()) return;
         if (communicator_.is_root()) {
             const std::string path = checkpoint_path(checkpoints(), step_);
             save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state_after(rows_), .config = to_yaml(config_),

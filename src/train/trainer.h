@@ -30,7 +30,7 @@ struct EndReport {
     std::int64_t total_steps = 0;
     int signal = 0;              // SIGINT or SIGTERM, if one ended the run before its last step
     bool nothing_left = false;   // the run had got as far before; nothing was trained or written
-    std::string checkpoint;      // the last one
+    std::string checkpoint;      // the last one; "" if none is written (train.keep_checkpoints: 0)
     double time_s = 0;
     MemoryStats memory;          // with the peaks
 };

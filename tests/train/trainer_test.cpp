@@ -325,6 +325,20 @@ TEST_F(TrainerTest, RotationNeverLeavesDamagedCheckpointsAlone) {
         }
 }
 
+TEST_F(TrainerTest, NoCheckpointIsWrittenWhereNoneIsKept) {
+    Recorder recorder;
+    const EndReport end = run(config("a", {"train.steps=9", "train.keep_checkpoints=0"}), recorder);
+    EXPECT_EQ(recorder.steps.size(), 9u);
+    EXPECT_EQ(end.checkpoint, "");
+    EXPECT_TRUE(checkpoint_steps((folder / "a/checkpoints").string()).empty());
+    // What was done is lost, and the run begins anew.
+    Recorder again;
+    run(config("a", {"train.steps=9"}), again, Resume::automatic);
+    EXPECT_EQ(again.resumed_from, "");
+    ASSERT_EQ(again.steps.size(), 9u);
+    EXPECT_EQ(again.steps.back().loss, recorder.steps.back().loss);
+}
+
 TEST_F(TrainerTest, ASecondRunInTheFolderIsRefused) {
     struct Second : Observer {
         RunConfig other;
