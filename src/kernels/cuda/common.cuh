@@ -50,11 +50,13 @@ inline cudaStream_t stream_of(const Exec& exec) { return static_cast<cudaStream_
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
-constexpr int next_power_of_two(std::int64_t x) {
+// The least power of two that is not less than x, or `most` (one itself) where that is less.
+constexpr int next_power_of_two(std::int64_t x, int most) {
     int power = 1;
-    while (power < x) power *= 2;
+    while (power < x && power < most) power *= 2;
     return power;
 }
+static_assert(next_power_of_two(3, 32) == 4 && next_power_of_two(std::int64_t{3} << 30, 256) == 256);
 
 // Queues kernel(arguments...) on exec's stream; an empty grid is no work. `op` names the operator in errors.
 template <class... Parameters, class... Arguments>
@@ -123,7 +125,7 @@ struct CellGrid {
 inline CellGrid cell_grid(std::int64_t rows, std::int64_t columns, int vector) {
     constexpr int threads = 256;
     const std::int64_t vectors = ceil_div(columns, vector);
-    const int x = std::min(next_power_of_two(vectors), threads), y = threads / x;
+    const int x = next_power_of_two(vectors, threads), y = threads / x;
     const std::int64_t across = std::min<std::int64_t>(ceil_div(vectors, x), 8192);
     const std::int64_t down =
         std::min<std::int64_t>(ceil_div(rows, y), std::max<std::int64_t>(16384 / std::max<std::int64_t>(across, 1), 1));

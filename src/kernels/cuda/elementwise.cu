@@ -240,7 +240,7 @@ void head_backward(const char* op, const Exec& exec, const Args& args, const voi
                    float* dots) {
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch_width(can_use_wide({args.width, args.x_stride, args.dx_stride}, {args.x, args.dy, args.dx}), [&](auto v) {
-            const int lanes = std::min(next_power_of_two(ceil_div(args.width, v)), 32);
+            const int lanes = next_power_of_two(ceil_div(args.width, v), 32);
             const std::int64_t blocks = std::min<std::int64_t>(ceil_div(args.tokens * args.heads, 256 / lanes), 16384);
             launch(op, exec, head_backward_kernel<T, v()>, dim3(static_cast<unsigned>(blocks)), dim3(256), 0, args.tokens,
                    args.heads, args.width, lanes, static_cast<const T*>(args.x), args.x_stride,

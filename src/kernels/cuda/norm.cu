@@ -27,7 +27,7 @@ struct Teams {
 };
 
 int team_lanes(std::int64_t slice_width, int vector) {
-    return slice_width <= narrow_limit ? std::min(next_power_of_two(ceil_div(slice_width, vector)), 32) : block_threads;
+    return slice_width <= narrow_limit ? next_power_of_two(ceil_div(slice_width, vector), 32) : block_threads;
 }
 
 // ---- rms_norm --------------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ void l2norm_forward(const Exec& exec, const L2Norm& args) {
     const OperatorScope scope("l2norm_forward", exec);
     dispatch("l2norm", args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch_width(can_use_wide({args.width, args.x_stride}, {args.x, args.y}), [&](auto v) {
-            const int lanes = std::min(next_power_of_two(ceil_div(args.width, v)), 32);
+            const int lanes = next_power_of_two(ceil_div(args.width, v), 32);
             launch("l2norm_forward", exec, l2norm_forward_kernel<T, v()>, blocks_for(args.tokens * args.heads, lanes),
                    dim3(block_threads), 0, args, lanes);
         });
@@ -521,7 +521,7 @@ void l2norm_backward(const Exec& exec, const L2NormBackward& args) {
     const OperatorScope scope("l2norm_backward", exec);
     dispatch("l2norm", args.dtype, [&]<class T>(TypeTag<T>) {
         dispatch_width(can_use_wide({args.width, args.x_stride, args.dx_stride}, {args.x, args.dy, args.dx}), [&](auto v) {
-            const int lanes = std::min(next_power_of_two(ceil_div(args.width, v)), 32);
+            const int lanes = next_power_of_two(ceil_div(args.width, v), 32);
             launch("l2norm_backward", exec, l2norm_backward_kernel<T, v()>, blocks_for(args.tokens * args.heads, lanes),
                    dim3(block_threads), 0, args, lanes);
         });
