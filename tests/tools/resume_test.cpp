@@ -63,11 +63,13 @@ TEST_P(Resume, SixtyStepsKilledTwiceAreSixtySteps) {
     std::string text;
     for (int i = 0; i < 3000; ++i) text += "sentence number " + std::to_string(i * 7919 % 1000) + " says little.\n";
     fenwick::test::write_text(folder_ / "text.txt", text);
-    ASSERT_EQ(run({"--quiet", "tokenize", folder_ / "text.txt", "-o", folder_ / "tokens.h5"}), 0);
+    ASSERT_EQ(run({"--quiet", "tokenize", folder_ / "text.txt", "--documents", "line", "-o", folder_ / "tokens.h5"}), 0);
+    const std::string packing = GetParam() == 1 ? "stream" : "documents";
     fenwick::test::write_text(folder_ / "config.yaml",
                               "run_dir: unused\n"
                               "model: {type: log_linear_mamba2, hidden_size: 64, num_layers: 2, num_heads: 4, head_dim: 32, state_size: 32}\n"
-                              "data: {train: " + (folder_ / "tokens.h5") + ", valid: " + (folder_ / "tokens.h5") + ", sequence_length: 128}\n"
+                              "data: {train: " + (folder_ / "tokens.h5") + ", valid: " + (folder_ / "tokens.h5") +
+                                  ", sequence_length: 128, packing: " + packing + "}\n"
                               "train: {steps: 60, batch_size: 8, micro_batch: 4, checkpoint_every: 7, validate_every: 20, validate_tokens: 512}\n");
     const std::string whole = folder_ / "whole", killed = folder_ / "killed";
     ASSERT_EQ(run(training(whole)), 0);
