@@ -214,7 +214,8 @@ const std::vector<OperatorCase>& operator_cases() {
         {"add_rms_norm", "Sum with the residual, then RMS norm",
          with({{"width", hidden}}), simple([](Inputs& in) {
              const std::int64_t width = in.size("width");
-             const Variable x = in.activations(width), residual = in.activations(width), weight = in.weights({width}, 0.1, 1.0);
+             const Variable x = in.activations(width), residual = in.gates(width, 1.0, 0.0);
+             const Variable weight = in.weights({width}, 0.1, 1.0);
              return OperatorCall{in.all(), [=] {
                  const auto [normed, sum] = ops::add_rms_norm(x, residual, weight, 1e-5);
                  return std::vector{normed, sum};
@@ -268,7 +269,9 @@ const std::vector<OperatorCase>& operator_cases() {
          with({{"vocab", 32000}, {"width", hidden}}), simple([](Inputs& in) {
              const Variable table = in.weights({in.size("vocab"), in.size("width")});
              const Tensor ids = in.ids(in.size("vocab"));
-             return OperatorCall{in.all(), [=, dtype = in.dtype] { return std::vector{ops::embedding(ids, table, dtype)}; }};
+             return OperatorCall{in.all(), [=, dtype = gate_dtype(in.dtype)] {
+                 return std::vector{ops::embedding(ids, table, dtype)};
+             }};
          })},
         {"linear", "Matrix product of a projection",
          with({{"in", hidden}, {"out", 4096}}), simple([](Inputs& in) {

@@ -1,4 +1,4 @@
-// rms_norm, rms_norm_gated, gated_rms_norm, add_rms_norm, l2norm.
+// rms_norm, rms_norm_gated, gated_rms_norm, stream_rms_norm, add_rms_norm, l2norm.
 #include "kernels/norm.h"
 
 #include "autograd/check.h"
@@ -71,6 +71,70 @@ Variable norm(std::string_view op, kernels::NormGate gate, const Variable& x, co
                   });
 }
 
+// The norm of x + residual, or of residual alone where x is undefined. Outputs: the norm in `dtype`, and with x the sum.
+std::vector<Variable> norm_of_stream(std::string_view op, const Variable& x, const Variable& residual,
+                                            const Variable& weight, double eps, DType dtype) {
+    FENWICK_CHECK(residual.defined() && residual.value().dim() >= 1, "[{}] residual is missing or has no dimension", op);
+    check_dtype(op, "residual", residual, gate_dtype(dtype));
+    check_shape(op, "weight", weight, {residual.size(-1)});
+    check_dtype(op, "weight", weight, gate_dtype(dtype));
+    const bool adds = x.defined();
+    if (adds) check_shape(op, "x", x, residual.shape());
+    const Tensor input = x.value(), before = residual.value().contiguous(), scale = weight.value();
+    const std::int64_t rows = before.rows(), width = before.columns();
+    const Tensor y = Tensor::empty(before.shape(), dtype, before.device());
+    const Tensor stream = adds ? Tensor::empty(before.shape(), before.dtype(), before.device()) : before;
+    const Tensor rstd = Tensor::empty({rows, 1}, gate_dtype(dtype), before.device());
+    kernels::rms_norm_forward(exec_of(y), {.dtype = dtype,
+                                           .rows = rows,
+                                           .width = width,
+                                           .eps = eps,
+                                           .x_stride = adds ? input.row_stride() : 0,
+                                           .x = adds ? input.data() : nullptr,
+                                           .residual = before.data(),
+                                           .weight = scale.data(),
+                                           .sum = adds ? stream.data() : nullptr,
+                                           .y = y.data(),
+                                           .rstd = rstd.data()});
+    return record(op, adds ? std::vector{y, stream} : std::vector{y}, {x, residual, weight},
+                  [=, dx = x.gradient(), dresidual = residual.gradient(),
+                   dweight = weight.gradient()](const std::vector<Tensor>& grad_outputs) {
+                      const Tensor &dy = grad_outputs[0], dsum = adds ? grad_outputs[1] : Tensor();
+                      // x and residual receive the same gradient: that of their sum. One variable as both: the second
+                      // contribution is added after the kernel.
+                      const bool same = dx && dx == dresidual;
+                      if (!dy.defined()) {  // only the sum was used
+                          if (dx) dx->add(dtype == dsum.dtype() ? dsum.clone() : dsum.to(dtype));
+                          if (dresidual) dresidual->add(dsum);
+                          return;
+                      }
+                      const auto branch = dx ? dx->target() : Gradient::Target{};
+                      const auto through = same        ? target_or_scratch(nullptr, stream)
+                                           : dresidual ? dresidual->target()
+                                                       : Gradient::Target{};
+                      const auto dscale = target_or_scratch(dweight, scale);
+                      kernels::rms_norm_backward(exec_of(dy), {.dtype = dtype,
+                                                               .stream = true,
+                                                               .rows = rows,
+                                                               .width = width,
+                                                               .u_stride = width,
+                                                               .du_stride = branch.tensor.row_stride(),
+                                                               .dresidual_stride = through.tensor.row_stride(),
+                                                               .u = stream.data(),
+                                                               .weight = scale.data(),
+                                                               .rstd = rstd.data(),
+                                                               .dy = dy.data(),
+                                                               .dsum = dsum.defined() ? dsum.data() : nullptr,
+                                                               .du = branch.tensor.data(),
+                                                               .dresidual = through.tensor.data(),
+                                                               .dweight = dscale.tensor.data(),
+                                                               .accumulate_du = branch.accumulate,
+                                                               .accumulate_dresidual = through.accumulate,
+                                                               .accumulate_dweight = dscale.accumulate});
+                      if (same) dresidual->add(through.tensor);
+                  });
+}
+
 }  // namespace
 
 Variable rms_norm(const Variable& x, const Variable& weight, double eps, std::int64_t groups) {
@@ -85,54 +149,13 @@ Variable gated_rms_norm(const Variable& x, const Variable& z, const Variable& we
     return norm("gated_rms_norm", kernels::NormGate::before, x, z, weight, eps, groups);
 }
 
+Variable stream_rms_norm(const Variable& residual, const Variable& weight, double eps, DType dtype) {
+    return norm_of_stream("stream_rms_norm", {}, residual, weight, eps, dtype)[0];
+}
+
 std::pair<Variable, Variable> add_rms_norm(const Variable& x, const Variable& residual, const Variable& weight, double eps) {
-    check_norm("add_rms_norm", x, weight, 1);
-    check_shape("add_rms_norm", "residual", residual, x.shape());
-    check_dtype("add_rms_norm", "residual", residual, x.dtype());
-    const Tensor input = x.value(), stream = residual.value().contiguous(), scale = weight.value();
-    const std::int64_t rows = input.rows(), width = input.columns();
-    const Tensor y = Tensor::empty(input.shape(), input.dtype(), input.device());
-    const Tensor sum = Tensor::empty(input.shape(), input.dtype(), input.device());
-    const Tensor rstd = Tensor::empty({rows, 1}, gate_dtype(input.dtype()), input.device());
-    kernels::rms_norm_forward(exec_of(y), {.dtype = input.dtype(),
-                                           .rows = rows,
-                                           .width = width,
-                                           .eps = eps,
-                                           .x_stride = input.row_stride(),
-                                           .x = input.data(),
-                                           .residual = stream.data(),
-                                           .weight = scale.data(),
-                                           .sum = sum.data(),
-                                           .y = y.data(),
-                                           .rstd = rstd.data()});
-    auto outputs = record(
-        "add_rms_norm", std::vector<Tensor>{y, sum}, {x, residual, weight},
-        [=, dx = x.gradient(), dresidual = residual.gradient(),
-         dweight = weight.gradient()](const std::vector<Tensor>& grad_outputs) {
-            const Tensor &dy = grad_outputs[0], &dsum = grad_outputs[1];
-            // x and residual receive the same gradient: that of their sum.
-            Tensor du = dsum;
-            if (dy.defined()) {
-                du = Tensor::empty(sum.shape(), sum.dtype(), sum.device());
-                const auto dscale = target_or_scratch(dweight, scale);
-                kernels::rms_norm_backward(exec_of(dy), {.dtype = sum.dtype(),
-                                                         .rows = rows,
-                                                         .width = width,
-                                                         .u_stride = width,
-                                                         .du_stride = width,
-                                                         .u = sum.data(),
-                                                         .weight = scale.data(),
-                                                         .rstd = rstd.data(),
-                                                         .dy = dy.data(),
-                                                         .dsum = dsum.defined() ? dsum.data() : nullptr,
-                                                         .du = du.data(),
-                                                         .dweight = dscale.tensor.data(),
-                                                         .accumulate_dweight = dscale.accumulate});
-            }
-            // Two owners of one buffer would add into each other: the second gets its own copy.
-            if (dx) dx->add(du);
-            if (dresidual) dresidual->add(dx ? du.clone() : du);
-        });
+    FENWICK_CHECK(x.defined(), "[add_rms_norm] x is missing");
+    auto outputs = norm_of_stream("add_rms_norm", x, residual, weight, eps, x.dtype());
     return {std::move(outputs[0]), std::move(outputs[1])};
 }
 

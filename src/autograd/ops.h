@@ -18,7 +18,8 @@ namespace fenwick::ops {
 // ---- structure -------------------------------------------------------------------------------------------------------
 Variable view(const Variable& x, Shape shape);                // x contiguous; one size may be -1
 Variable cast(const Variable& x, DType dtype);                // itself if the dtype fits
-Variable add(const Variable& x, const Variable& y);           // same shape
+// Same shape; y has x's dtype or, like a residual stream, gate_dtype of it, which is then the result's too.
+Variable add(const Variable& x, const Variable& y);
 Variable scale(const Variable& x, double factor);
 // Cuts the last dimension into slices of the given widths (their sum must be the whole). No copy; the slices' gradients
 // gather in one buffer.
@@ -41,7 +42,10 @@ Variable embedding(const Tensor& ids, const Variable& table, DType dtype);
 Variable rms_norm(const Variable& x, const Variable& weight, double eps, std::int64_t groups = 1);
 Variable rms_norm_gated(const Variable& x, const Variable& z, const Variable& weight, double eps, std::int64_t groups = 1);
 Variable gated_rms_norm(const Variable& x, const Variable& z, const Variable& weight, double eps, std::int64_t groups = 1);
-// Residual stream and norm in one pass: returns {rms_norm(x + residual), x + residual}.
+// The residual stream has gate_dtype of the activations' dtype: a sum over all layers, it is not rounded to bfloat16 at each.
+// rms_norm of the stream in the activations' `dtype`:
+Variable stream_rms_norm(const Variable& residual, const Variable& weight, double eps, DType dtype);
+// The next stream and its norm in one pass: returns {rms_norm(x + residual) like x, x + residual}.
 std::pair<Variable, Variable> add_rms_norm(const Variable& x, const Variable& residual, const Variable& weight, double eps);
 Variable l2norm(const Variable& x, std::int64_t heads, double eps = 1e-6);  // over each head of the last dimension
 Variable swiglu(const Variable& gate, const Variable& up);

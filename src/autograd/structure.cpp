@@ -18,14 +18,23 @@ Variable cast(const Variable& x, DType dtype) {
 
 Variable add(const Variable& x, const Variable& y) {
     check_shape("add", "y", y, x.shape());
-    check_dtype("add", "y", y, x.dtype());
-    const Tensor a = x.value().contiguous(), b = y.value().contiguous();
-    Tensor out = Tensor::empty(x.shape(), x.dtype(), x.device());
-    kernels::add(exec_of(out), {.dtype = out.dtype(), .count = out.count(), .x = a.data(), .y = b.data(), .out = out.data()});
-    return record("add", out, {x, y}, [dx = x.gradient(), dy = y.gradient()](const Tensor& grad) {
+    const DType dtype = y.dtype();
+    if (dtype != gate_dtype(x.dtype())) check_dtype("add", "y", y, x.dtype());
+    Tensor out;
+    if (dtype == x.dtype()) {
+        const Tensor a = x.value().contiguous(), b = y.value().contiguous();
+        out = Tensor::empty(x.shape(), dtype, x.device());
+        kernels::add(exec_of(out), {.dtype = dtype, .count = out.count(), .x = a.data(), .y = b.data(), .out = out.data()});
+    } else {
+        out = y.value().clone();
+        kernels::axpby(exec_of(out), {.x_dtype = x.dtype(), .y_dtype = dtype, .rows = out.rows(), .columns = out.columns(),
+                                      .x_stride = x.value().row_stride(), .y_stride = out.columns(), .b = 1.0,
+                                      .x = x.value().data(), .y = out.data()});
+    }
+    return record("add", out, {x, y}, [dx = x.gradient(), dy = y.gradient(), narrow = x.dtype()](const Tensor& grad) {
         // Two owners of one buffer would add into each other: the second gets its own copy.
-        if (dx) dx->add(grad);
-        if (dy) dy->add(dx ? grad.clone() : grad);
+        if (dx) dx->add(grad.to(narrow));
+        if (dy) dy->add(dx && narrow == grad.dtype() ? grad.clone() : grad);
     });
 }
 

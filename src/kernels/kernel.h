@@ -9,7 +9,8 @@
 // Conventions, unless a declaration says otherwise:
 // - Arrays are row-major and dense in their last dimensions; a field `<name>_stride` is the distance in elements between
 //   consecutive tokens (rows), so slices of a wider projection are read and written in place.
-// - `dtype` is the type of activations; gates, decays, level scales, norm weights and sums have gate_dtype(dtype).
+// - `dtype` is the type of activations; gates, decays, level scales, norm weights, sums and the residual stream have
+//   gate_dtype(dtype).
 // - Pointers belong to exec.device, except Sequences::offsets and where "host" is said.
 // - Outputs are overwritten; a field `accumulate_<name>` = true adds to what is there.
 // - Results do not depend on the number of threads, and repeat bit for bit.

@@ -125,7 +125,7 @@ MemoryEstimate training_memory(const ModelConfig& config, std::int64_t batch, st
     const double gate = real(static_cast<std::int64_t>(size_of(gate_dtype(compute_dtype))));
     const Kept kept = mixer_keeps(config);
     const double mixer = kept.activations * width + kept.gates * gate;
-    const double norms = 4 * real(s.E) * width + 2 * gate;  // both norms: the stream and the normed value
+    const double norms = 2 * real(s.E) * (gate + width) + 2 * gate;  // both norms: the stream and the normed value
     const double mlp = 3 * real(s.F) * width;               // gate, up, their product
     const double block = norms + mixer + mlp;
     // Backward frees a layer's MLP, then its mixer, as it passes; the gradients it makes meanwhile are as large as what it
@@ -134,9 +134,9 @@ MemoryEstimate training_memory(const ModelConfig& config, std::int64_t batch, st
     switch (recompute) {
         case Recompute::none: a_token = layers * block + mlp; break;
         case Recompute::mixer: a_token = layers * (norms + mlp) + std::max(mlp, 1.5 * mixer - mlp); break;
-        case Recompute::block: a_token = layers * real(s.E) * width + norms + std::max(mixer + 2 * mlp, 1.5 * mixer); break;
+        case Recompute::block: a_token = layers * real(s.E) * gate + norms + std::max(mixer + 2 * mlp, 1.5 * mixer); break;
     }
-    a_token += 3 * real(s.E) * width;    // embedding, final norm, gradient of the loss by it
+    a_token += real(s.E) * (gate + 2 * width);  // embedding, final norm, gradient of the loss by it
     const std::int64_t parameters = parameter_count(config);
     MemoryEstimate estimate;
     const auto gate_bytes = static_cast<std::int64_t>(size_of(gate_dtype(compute_dtype)));

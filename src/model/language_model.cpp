@@ -67,8 +67,8 @@ struct LanguageModel::Implementation {
     // Every layer's input norm is fused with the addition of the branch before it: `mix(layer number, normed)`.
     template <class Mix>
     Variable run(const Tensor& ids, Mix&& mix) const {
-        Variable stream = ops::embedding(ids, embedding, compute_dtype);  // [B, T, E], the residual stream
-        Variable normed = ops::rms_norm(stream, layers.front().mixer_norm, config.norm_eps);
+        Variable stream = ops::embedding(ids, embedding, gate_dtype(compute_dtype));  // [B, T, E], the residual stream
+        Variable normed = ops::stream_rms_norm(stream, layers.front().mixer_norm, config.norm_eps, compute_dtype);
         for (std::size_t i = 0; i < layers.size(); ++i) {
             std::tie(normed, stream) = ops::add_rms_norm(mix(i, normed), stream, layers[i].mlp_norm, config.norm_eps);
             const Variable& next = i + 1 < layers.size() ? layers[i + 1].mixer_norm : final_norm;
@@ -80,16 +80,17 @@ struct LanguageModel::Implementation {
     // The same where only the stream between blocks is kept. A checkpoint has one output, so the block's last addition
     // stands alone.
     Variable run_recomputing_blocks(const Tensor& ids, const SequenceLayout& layout) const {
-        Variable stream = ops::embedding(ids, embedding, compute_dtype);
+        Variable stream = ops::embedding(ids, embedding, gate_dtype(compute_dtype));
         for (const Layer& layer : layers) {
             const auto block = [this, &layer, layout](const std::vector<Variable>& x) {
-                const auto branch = layer.mixer->forward(ops::rms_norm(x[0], layer.mixer_norm, config.norm_eps), layout);
+                const auto normed = ops::stream_rms_norm(x[0], layer.mixer_norm, config.norm_eps, compute_dtype);
+                const auto branch = layer.mixer->forward(normed, layout);
                 const auto sum = ops::add_rms_norm(branch, x[0], layer.mlp_norm, config.norm_eps);
                 return ops::add(layer.mlp.forward(sum.first), sum.second);
             };
             stream = ops::checkpoint(block, {stream});
         }
-        return ops::rms_norm(stream, final_norm, config.norm_eps);
+        return ops::stream_rms_norm(stream, final_norm, config.norm_eps, compute_dtype);
     }
 
     Variable hidden(const Tensor& ids, const SequenceLayout& layout) const {

@@ -99,6 +99,24 @@ TEST(RmsNorm, ResidualFormGradients) {
     check_operator([&](const auto& in) { return both({in[0], in[0], in[1]}); }, {inputs[0], inputs[2]});
 }
 
+TEST(RmsNorm, StreamForm) {
+    const Tensor stream = random_tensor({2, 3, 20}, 1), weight = random_tensor({20}, 2);
+    const auto fn = [](const std::vector<Variable>& in) {
+        return std::vector{ops::stream_rms_norm(in[0], in[1], 1e-5, in[0].dtype())};
+    };
+    EXPECT_EQ(fn({stream, weight})[0].value().to_vector<double>(), ops::rms_norm(stream, weight, 1e-5).value().to_vector<double>());
+    check_operator(fn, {stream, weight});
+    check_operator(with_slices(fn, {0}), {random_tensor({3, 25}, 1), weight});
+    // Its gradient arrives where the next addition's already is.
+    check_operator([](const std::vector<Variable>& in) {
+        auto [y, sum] = ops::add_rms_norm(in[1], in[0], in[2], 1e-5);
+        return std::vector{ops::stream_rms_norm(in[0], in[2], 1e-5, in[0].dtype()), y, sum};
+    }, {random_tensor({4, 20}, 3), random_tensor({4, 20}, 4), weight});
+    const Variable narrow(stream.to(DType::float32)), wide(stream);
+    EXPECT_THROW(ops::stream_rms_norm(narrow, weight, 1e-5, DType::float64), Error);
+    EXPECT_THROW(ops::add_rms_norm(wide, narrow, weight, 1e-5), Error);
+}
+
 TEST(RmsNorm, ConstantWeightAndConstantInput) {
     const Tensor x = random_tensor({3, 8}, 1), z = random_tensor({3, 8}, 2), weight = random_tensor({8}, 3);
     const auto constant = [](const Tensor& value, const Variable& like) { return Variable(value.to(like.dtype())); };

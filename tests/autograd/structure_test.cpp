@@ -19,6 +19,26 @@ TEST(Structure, GradientsOfEveryOperator) {
                         {random_tensor({2, 3, 5}, 1), random_tensor({7, 5}, 2)}), 1e-8);
 }
 
+// bfloat16 added to a float32 stream: nothing of the stream is rounded, each gradient has its variable's dtype.
+TEST(Structure, AddToAStream) {
+    const Variable x(random_tensor({2, 3}, 1).to(DType::float32).to(DType::bfloat16), true);
+    const Variable y(random_tensor({2, 3}, 2).to(DType::float32), true);
+    Tape tape;
+    Variable sum;
+    {
+        Recording recording(tape);
+        sum = ops::add(x, y);
+    }
+    const auto a = x.value().to_vector<double>(), b = y.value().to_vector<double>(), c = sum.value().to_vector<double>();
+    for (std::size_t i = 0; i < c.size(); ++i) EXPECT_EQ(c[i], static_cast<float>(a[i]) + static_cast<float>(b[i]));
+    const Tensor seed = random_tensor({2, 3}, 3).to(DType::float32);
+    tape.backward(sum, seed);
+    EXPECT_EQ(y.grad().to_vector<double>(), seed.to_vector<double>());
+    EXPECT_EQ(x.grad().dtype(), DType::bfloat16);
+    EXPECT_EQ(x.grad().to_vector<double>(), seed.to(DType::bfloat16).to_vector<double>());
+    EXPECT_THROW(ops::add(y, x), Error);
+}
+
 TEST(Structure, SplitColumnsGathersGradientsOfUsedAndUnusedSlices) {
     const auto fn = [](const std::vector<Variable>& x) {
         const auto parts = ops::split_columns(x[0], {2, 3, 4});

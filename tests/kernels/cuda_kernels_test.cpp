@@ -349,16 +349,11 @@ TEST_F(CudaKernels, RmsNorm) {
                     fmt::format("{}x{}, {} groups, pad {}, gate {}", norm.rows, norm.width, norm.groups, norm.pad,
                                 static_cast<int>(gate)),
                     [=](Trial& trial) {
-                        const bool gated = gate != kernels::NormGate::none, residual = accumulate;
+                        const bool gated = gate != kernels::NormGate::none;
                         const Shape shape{norm.rows, norm.width};
                         const Tensor x = trial.input(shape, norm.pad), weight = trial.gates({norm.width}, 0.3, 1.0);
-                        Tensor z, r, sum, dz, dsum;
+                        Tensor z, dz;
                         if (gated) z = trial.input(shape, norm.pad);
-                        if (residual) {
-                            r = trial.input(shape);
-                            sum = trial.output("sum", shape);
-                            dsum = trial.input(shape);
-                        }
                         const Tensor y = trial.output("y", shape),
                                      rstd = trial.gate_output("rstd", {norm.rows, norm.groups});
                         kernels::rms_norm_forward(trial.exec(), {.dtype = trial.dtype(),
@@ -370,13 +365,11 @@ TEST_F(CudaKernels, RmsNorm) {
                                                                  .x_stride = x.row_stride(),
                                                                  .z_stride = gated ? z.row_stride() : 0,
                                                                  .x = x.data(),
-                                                                 .residual = r.data(),
                                                                  .z = z.data(),
                                                                  .weight = weight.data(),
-                                                                 .sum = sum.data(),
                                                                  .y = y.data(),
                                                                  .rstd = rstd.data()});
-                        const Tensor u = residual ? sum : x, dy = trial.input(shape);
+                        const Tensor dy = trial.input(shape);
                         const Place place{.pad = norm.pad, .accumulate = accumulate, .gradient = true};
                         const Tensor du = trial.output("du", shape, place);
                         if (gated) dz = trial.output("dz", shape, place);
@@ -387,16 +380,15 @@ TEST_F(CudaKernels, RmsNorm) {
                                                                   .rows = norm.rows,
                                                                   .groups = norm.groups,
                                                                   .width = norm.width,
-                                                                  .u_stride = u.row_stride(),
+                                                                  .u_stride = x.row_stride(),
                                                                   .z_stride = gated ? z.row_stride() : 0,
                                                                   .du_stride = du.row_stride(),
                                                                   .dz_stride = gated ? dz.row_stride() : 0,
-                                                                  .u = u.data(),
+                                                                  .u = x.data(),
                                                                   .z = z.data(),
                                                                   .weight = weight.data(),
                                                                   .rstd = rstd.data(),
                                                                   .dy = dy.data(),
-                                                                  .dsum = dsum.data(),
                                                                   .du = du.data(),
                                                                   .dz = dz.data(),
                                                                   .dweight = dweight.data(),
@@ -405,6 +397,63 @@ TEST_F(CudaKernels, RmsNorm) {
                                                                   .accumulate_dweight = accumulate});
                     },
                     1e-4);
+}
+
+// The residual stream: float32 also where activations are bfloat16. `form`: 0 the stream alone, 1 with an addition, 2 with an
+// addition and a gradient from later layers.
+TEST_F(CudaKernels, RmsNormOfTheStream) {
+    struct Norm {
+        std::int64_t rows, width, pad;
+    };
+    for (const auto& norm : {Norm{1, 3, 0}, Norm{3, 7, 2}, Norm{70, 128, 8}, Norm{5, 1536, 0}, Norm{5, 2500, 3},
+                             Norm{2100, 16, 0}, Norm{3, 4104, 16}})
+        for (int form : {0, 1, 2})
+            for (bool accumulate : {false, true})
+                compare(fmt::format("{}x{}, pad {}, form {}", norm.rows, norm.width, norm.pad, form), [=](Trial& trial) {
+                    const Shape shape{norm.rows, norm.width};
+                    const Tensor weight = trial.gates({norm.width}, 0.3, 1.0), residual = trial.gates(shape, 1.0, 0.0);
+                    Tensor x, sum, dsum, du;
+                    if (form > 0) {
+                        x = trial.input(shape, norm.pad);
+                        sum = trial.gate_output("sum", shape);
+                    }
+                    if (form == 2) dsum = trial.gates(shape, 1.0, 0.0);
+                    const Tensor y = trial.output("y", shape), rstd = trial.gate_output("rstd", {norm.rows, 1});
+                    kernels::rms_norm_forward(trial.exec(), {.dtype = trial.dtype(),
+                                                             .rows = norm.rows,
+                                                             .width = norm.width,
+                                                             .eps = 1e-5,
+                                                             .x_stride = x.defined() ? x.row_stride() : 0,
+                                                             .x = x.data(),
+                                                             .residual = residual.data(),
+                                                             .weight = weight.data(),
+                                                             .sum = sum.data(),
+                                                             .y = y.data(),
+                                                             .rstd = rstd.data()});
+                    const Tensor dy = trial.input(shape);
+                    const Place place{.accumulate = accumulate, .gradient = true};
+                    if (form > 0) du = trial.output("du", shape, {.pad = norm.pad, .accumulate = accumulate, .gradient = true});
+                    const Tensor dresidual = trial.gate_output("dresidual", shape, place);
+                    const Tensor dweight = trial.gate_output("dweight", {norm.width}, place);
+                    kernels::rms_norm_backward(trial.exec(), {.dtype = trial.dtype(),
+                                                              .stream = true,
+                                                              .rows = norm.rows,
+                                                              .width = norm.width,
+                                                              .u_stride = norm.width,
+                                                              .du_stride = du.defined() ? du.row_stride() : 0,
+                                                              .dresidual_stride = norm.width,
+                                                              .u = form > 0 ? sum.data() : residual.data(),
+                                                              .weight = weight.data(),
+                                                              .rstd = rstd.data(),
+                                                              .dy = dy.data(),
+                                                              .dsum = dsum.data(),
+                                                              .du = du.data(),
+                                                              .dresidual = dresidual.data(),
+                                                              .dweight = dweight.data(),
+                                                              .accumulate_du = accumulate,
+                                                              .accumulate_dresidual = accumulate,
+                                                              .accumulate_dweight = accumulate});
+                }, 1e-4);
 }
 
 TEST_F(CudaKernels, L2Norm) {

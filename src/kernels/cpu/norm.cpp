@@ -14,14 +14,18 @@ void rms_norm_forward(const Exec&, const RmsNorm& args) {
         const std::int64_t width = args.width, slice = width / args.groups;
         parallel_for(0, args.rows, rows_per_block(width), [&](std::int64_t begin, std::int64_t end) {
             for (std::int64_t row = begin; row < end; ++row) {
-                const T* u = static_cast<const T*>(args.x) + row * args.x_stride;
+                const T* u = static_cast<const T*>(args.x) + (args.x == nullptr ? 0 : row * args.x_stride);
                 const T* z = static_cast<const T*>(args.z) + (args.z == nullptr ? 0 : row * args.z_stride);
                 T* y = static_cast<T*>(args.y) + row * width;
                 if (args.residual != nullptr) {
                     const T* residual = static_cast<const T*>(args.residual) + row * width;
-                    T* sum = static_cast<T*>(args.sum) + row * width;
-                    for (std::int64_t c = 0; c < width; ++c) sum[c] = u[c] + residual[c];
-                    u = sum;
+                    if (args.x != nullptr) {
+                        T* sum = static_cast<T*>(args.sum) + row * width;
+                        for (std::int64_t c = 0; c < width; ++c) sum[c] = u[c] + residual[c];
+                        u = sum;
+                    } else {
+                        u = residual;
+                    }
                 }
                 if (args.gate == NormGate::before) {
                     for (std::int64_t c = 0; c < width; ++c) y[c] = u[c] * silu_of(z[c]);
@@ -49,15 +53,17 @@ void rms_norm_backward(const Exec&, const RmsNormBackward& args) {
         const auto* weight = static_cast<const T*>(args.weight);
         const std::int64_t width = args.width, slice = width / args.groups;
         const auto sums = sum_over_rows<T>(args.rows, width, [&](std::int64_t begin, std::int64_t end, T* dweight) {
-            std::vector<T> scratch(static_cast<std::size_t>(3 * width));
+            std::vector<T> scratch(static_cast<std::size_t>(4 * width));
             T* silu = scratch.data();        // silu(z)
             T* slope = silu + width;         // its derivative
             T* normed = slope + width;       // x^
+            T* stream = normed + width;      // the gradient of a stream
             for (std::int64_t row = begin; row < end; ++row) {
                 const T* u = static_cast<const T*>(args.u) + row * args.u_stride;
                 const T* dy = static_cast<const T*>(args.dy) + row * width;
                 const T* rstd = static_cast<const T*>(args.rstd) + row * args.groups;
-                T* du = static_cast<T*>(args.du) + row * args.du_stride;
+                T* du = args.stream ? stream : static_cast<T*>(args.du) + row * args.du_stride;
+                const bool accumulate_du = args.accumulate_du && !args.stream;
                 if (args.gate != NormGate::none) {
                     const T* z = static_cast<const T*>(args.z) + row * args.z_stride;
                     for (std::int64_t c = 0; c < width; ++c) {
@@ -92,9 +98,9 @@ void rms_norm_backward(const Exec&, const RmsNormBackward& args) {
                         const T* slopes = slope + first;
                         assign(ns, slice, false, [=](std::int64_t c) { return r * (dys[c] * ws[c] - ns[c] * mean); });
                         assign(dzs, slice, args.accumulate_dz, [=](std::int64_t c) { return ns[c] * us[c] * slopes[c]; });
-                        assign(dus, slice, args.accumulate_du, [=](std::int64_t c) { return ns[c] * ss[c]; });
+                        assign(dus, slice, accumulate_du, [=](std::int64_t c) { return ns[c] * ss[c]; });
                     } else {
-                        assign(dus, slice, args.accumulate_du,
+                        assign(dus, slice, accumulate_du,
                                [=](std::int64_t c) { return r * (dys[c] * ws[c] - ns[c] * mean); });
                     }
                 }
@@ -102,6 +108,12 @@ void rms_norm_backward(const Exec&, const RmsNormBackward& args) {
                     const T* dsum = static_cast<const T*>(args.dsum) + row * width;
                     assign(du, width, true, [=](std::int64_t c) { return dsum[c]; });
                 }
+                if (args.stream && args.du != nullptr)
+                    assign(static_cast<T*>(args.du) + row * args.du_stride, width, args.accumulate_du,
+                           [=](std::int64_t c) { return du[c]; });
+                if (args.stream && args.dresidual != nullptr)
+                    assign(static_cast<T*>(args.dresidual) + row * args.dresidual_stride, width, args.accumulate_dresidual,
+                           [=](std::int64_t c) { return du[c]; });
             }
         });
         store_sums(sums.data(), width, args.dweight, args.accumulate_dweight);

@@ -31,6 +31,7 @@ int team_lanes(std::int64_t slice_width, int vector) {
 }
 
 // ---- rms_norm --------------------------------------------------------------------------------------------------------
+// S is the type of u: T, or that of a residual stream.
 
 // h = u, or u * silu(z) with the gate before the norm.
 template <int V>
@@ -39,16 +40,18 @@ __device__ __forceinline__ void gate_before(float (&u)[V], const float (&z)[V]) 
     for (int i = 0; i < V; ++i) u[i] *= silu_of(z[i]);
 }
 
-template <class T, int V>
+template <class T, class S, int V>
 __global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm args, int lanes) {
     __shared__ float scratch[32];
     const Teams teams(lanes, scratch);
     const std::int64_t slice = args.width / args.groups, slices = args.rows * args.groups;
     const auto* x = static_cast<const T*>(args.x);
-    const auto* residual = static_cast<const T*>(args.residual);
+    const auto* residual = static_cast<const S*>(args.residual);
     const auto* z = static_cast<const T*>(args.z);
     const auto* weight = static_cast<const float*>(args.weight);
-    auto* sum = static_cast<T*>(args.sum);
+    auto* sum = static_cast<S*>(args.sum);
+    // What has been stored as u, or is u.
+    const auto* stream = x != nullptr ? sum : residual;
     auto* y = static_cast<T*>(args.y);
     auto* rstd = static_cast<float*>(args.rstd);
     for (std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * teams.teams; first < slices;
@@ -56,19 +59,17 @@ __global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm
         const std::int64_t index = first + teams.team;
         const bool active = index < slices;
         const std::int64_t row = active ? index / args.groups : 0, offset = active ? (index - row * args.groups) * slice : 0;
-        const T* u_row = residual != nullptr ? sum + row * args.width + offset : x + row * args.x_stride + offset;
         float squares = 0;
         if (active) {
             for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
-                float u[V];
-                load(u, x + row * args.x_stride + offset + column);
+                float u[V] = {};
+                if (x != nullptr) load(u, x + row * args.x_stride + offset + column);
                 if (residual != nullptr) {
                     float r[V];
                     load(r, residual + row * args.width + offset + column);
 #pragma unroll
-                    // Rounded to T at once: backward sees what was stored.
-                    for (int i = 0; i < V; ++i) u[i] = convert<float>(convert<T>(u[i] + r[i]));
-                    store(sum + row * args.width + offset + column, u);
+                    for (int i = 0; i < V; ++i) u[i] += r[i];
+                    if (x != nullptr) store(sum + row * args.width + offset + column, u);
                 }
                 if (args.gate == NormGate::before) {
                     float gate[V];
@@ -86,7 +87,10 @@ __global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm
         // Each thread reads again what it read (or wrote) above: the caches have it.
         for (std::int64_t column = teams.lane * V; column < slice; column += lanes * V) {
             float u[V], w[V];
-            load(u, u_row + column);
+            if (residual != nullptr)
+                load(u, stream + row * args.width + offset + column);
+            else
+                load(u, x + row * args.x_stride + offset + column);
             load(w, weight + offset + column);
             float gate[V];
             if (args.gate != NormGate::none) load(gate, z + row * args.z_stride + offset + column);
@@ -101,20 +105,21 @@ __global__ void __launch_bounds__(block_threads) rms_norm_forward_kernel(RmsNorm
 
 // Block (block.x, block.y = group): rows block.x * rows_per_block and following, dealt to the block's teams. Every team sums
 // its share of dweight in shared memory [teams, slice], where each thread owns its columns; partial [row blocks, width].
-template <class T, int V>
+template <class T, class S, int V>
 __global__ void __launch_bounds__(block_threads)
     rms_norm_backward_kernel(RmsNormBackward args, int lanes, std::int64_t rows_per_block, float* partial) {
     extern __shared__ __align__(16) float shared[];
     __shared__ float scratch[32];
     const Teams teams(lanes, scratch);
     const std::int64_t slice = args.width / args.groups, group = blockIdx.y, offset = group * slice;
-    const auto* u_all = static_cast<const T*>(args.u);
+    const auto* u_all = static_cast<const S*>(args.u);
     const auto* z_all = static_cast<const T*>(args.z);
     const auto* weight = static_cast<const float*>(args.weight) + offset;
     const auto* rstd = static_cast<const float*>(args.rstd);
     const auto* dy_all = static_cast<const T*>(args.dy);
-    const auto* dsum_all = static_cast<const T*>(args.dsum);
+    const auto* dsum_all = static_cast<const S*>(args.dsum);
     auto* du_all = static_cast<T*>(args.du);
+    auto* dresidual_all = static_cast<S*>(args.dresidual);
     auto* dz_all = static_cast<T*>(args.dz);
     const bool before = args.gate == NormGate::before, after = args.gate == NormGate::after;
 
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(block_threads)
     for (std::int64_t first = begin; first < end; first += teams.teams) {
         const bool active = first + teams.team < end;
         const std::int64_t row = active ? first + teams.team : begin;
-        const T* u_row = u_all + row * args.u_stride + offset;
+        const S* u_row = u_all + row * args.u_stride + offset;
         const T* z_row = z_all + row * args.z_stride + offset;  // not read without a gate
         const T* dy_row = dy_all + row * args.width + offset;
         const float scale = rstd[row * args.groups + group];
@@ -186,7 +191,9 @@ __global__ void __launch_bounds__(block_threads)
 #pragma unroll
                 for (int i = 0; i < V; ++i) du[i] += later[i];
             }
-            store(du_all + row * args.du_stride + offset + column, du, args.accumulate_du);
+            if (du_all != nullptr) store(du_all + row * args.du_stride + offset + column, du, args.accumulate_du);
+            if (dresidual_all != nullptr)
+                store(dresidual_all + row * args.dresidual_stride + offset + column, du, args.accumulate_dresidual);
             if (before || after) store(dz_all + row * args.dz_stride + offset + column, dz, args.accumulate_dz);
         }
     }
@@ -231,21 +238,22 @@ struct RowVector {
     }
 };
 
-template <class T, NormGate gate>
+template <class T, class S, NormGate gate>
 __global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(RmsNorm args) {
     __shared__ float scratch[2 * 32];
     const std::int64_t slice = args.width / args.groups, group = blockIdx.y, column = threadIdx.x * wide;
     const std::int64_t offset = group * slice + column;
     const bool owns = column < slice;
-    const auto* x = static_cast<const T*>(args.x) + offset;
-    const auto* residual = static_cast<const T*>(args.residual);
+    const auto* x = static_cast<const T*>(args.x);
+    const auto* residual = static_cast<const S*>(args.residual);
     const auto* z = static_cast<const T*>(args.z) + offset;  // not read without a gate
     float w[wide] = {};
     if (owns) load(w, static_cast<const float*>(args.weight) + offset);
-    RowVector<T> next_x{}, next_residual{}, next_z{};
+    RowVector<T> next_x{}, next_z{};
+    RowVector<S> next_residual{};
     const auto fetch = [&](std::int64_t row) {
         if (!owns || row >= args.rows) return;
-        next_x.fetch(x + row * args.x_stride);
+        if (x != nullptr) next_x.fetch(x + row * args.x_stride + offset);
         if (residual != nullptr) next_residual.fetch(residual + row * args.width + offset);
         if constexpr (gate != NormGate::none) next_z.fetch(z + row * args.z_stride);
     };
@@ -258,10 +266,9 @@ __global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(
         next_z.get(activation);
         fetch(row + gridDim.x);
         if (residual != nullptr && owns) {
-            // Rounded to T at once: backward sees what was stored.
 #pragma unroll
-            for (int i = 0; i < wide; ++i) u[i] = convert<float>(convert<T>(u[i] + r[i]));
-            store(static_cast<T*>(args.sum) + row * args.width + offset, u);
+            for (int i = 0; i < wide; ++i) u[i] += r[i];
+            if (x != nullptr) store(static_cast<S*>(args.sum) + row * args.width + offset, u);
         }
         if constexpr (gate == NormGate::before) gate_before(u, activation);
         float squares = 0;
@@ -281,20 +288,21 @@ __global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(
 }
 
 // partial [gridDim.x, width]
-template <class T, NormGate gate>
+template <class T, class S, NormGate gate>
 __global__ void __launch_bounds__(most_row_threads) rms_norm_backward_row_kernel(RmsNormBackward args, float* partial) {
     __shared__ float scratch[2 * 32];
     const std::int64_t slice = args.width / args.groups, group = blockIdx.y, column = threadIdx.x * wide;
     const std::int64_t offset = group * slice + column;
     const bool owns = column < slice;
-    const auto* u_all = static_cast<const T*>(args.u) + offset;
+    const auto* u_all = static_cast<const S*>(args.u) + offset;
     const auto* z_all = static_cast<const T*>(args.z) + offset;  // not read without a gate
     const auto* dy_all = static_cast<const T*>(args.dy) + offset;
-    const auto* dsum_all = static_cast<const T*>(args.dsum);
+    const auto* dsum_all = static_cast<const S*>(args.dsum);
     const auto* rstd = static_cast<const float*>(args.rstd) + group;
     float w[wide] = {}, dweight[wide] = {};
     if (owns) load(w, static_cast<const float*>(args.weight) + offset);
-    RowVector<T> next_u{}, next_dy{}, next_z{}, next_dsum{};
+    RowVector<S> next_u{}, next_dsum{};
+    RowVector<T> next_dy{}, next_z{};
     const auto fetch = [&](std::int64_t row) {
         if (!owns || row >= args.rows) return;
         next_u.fetch(u_all + row * args.u_stride);
@@ -353,19 +361,23 @@ __global__ void __launch_bounds__(most_row_threads) rms_norm_backward_row_kernel
 #pragma unroll
             for (int i = 0; i < wide; ++i) du[i] += later[i];
         }
-        store(static_cast<T*>(args.du) + row * args.du_stride + offset, du, args.accumulate_du);
+        if (args.du != nullptr) store(static_cast<T*>(args.du) + row * args.du_stride + offset, du, args.accumulate_du);
+        if (args.dresidual != nullptr)
+            store(static_cast<S*>(args.dresidual) + row * args.dresidual_stride + offset, du, args.accumulate_dresidual);
         if constexpr (gate != NormGate::none)
             store(static_cast<T*>(args.dz) + row * args.dz_stride + offset, dz, args.accumulate_dz);
     }
     if (owns) store(partial + static_cast<std::int64_t>(blockIdx.x) * args.width + offset, dweight);
 }
 
-template <class F>
-void dispatch_gate(NormGate gate, F&& fn) {
+// Calls fn(type of u, std::integral_constant gate). A stream is float32 and has no gate.
+template <class T, class F>
+void dispatch_form(NormGate gate, bool stream, F&& fn) {
+    if (stream) return fn(TypeTag<float>{}, std::integral_constant<NormGate, NormGate::none>{});
     switch (gate) {
-        case NormGate::none: return fn(std::integral_constant<NormGate, NormGate::none>{});
-        case NormGate::before: return fn(std::integral_constant<NormGate, NormGate::before>{});
-        case NormGate::after: return fn(std::integral_constant<NormGate, NormGate::after>{});
+        case NormGate::none: return fn(TypeTag<T>{}, std::integral_constant<NormGate, NormGate::none>{});
+        case NormGate::before: return fn(TypeTag<T>{}, std::integral_constant<NormGate, NormGate::before>{});
+        case NormGate::after: return fn(TypeTag<T>{}, std::integral_constant<NormGate, NormGate::after>{});
     }
 }
 
@@ -452,15 +464,17 @@ void rms_norm_forward(const Exec& exec, const RmsNorm& args) {
         if (use_wide && takes_row_kernels(slice, wide) && args.groups <= 65535) {
             // Enough blocks to fill a card; each walks over several rows.
             const auto blocks = static_cast<unsigned>(std::min(args.rows, 2 * row_blocks));
-            return dispatch_gate(args.gate, [&](auto gate) {
-                launch("rms_norm_forward", exec, rms_norm_forward_row_kernel<T, gate()>,
+            return dispatch_form<T>(args.gate, args.residual != nullptr, [&]<class S>(TypeTag<S>, auto gate) {
+                launch("rms_norm_forward", exec, rms_norm_forward_row_kernel<T, S, gate()>,
                        dim3(blocks, static_cast<unsigned>(args.groups)), dim3(row_threads(slice)), 0, args);
             });
         }
         dispatch_width(use_wide, [&](auto v) {
             const int lanes = team_lanes(slice, v);
-            launch("rms_norm_forward", exec, rms_norm_forward_kernel<T, v()>, blocks_for(args.rows * args.groups, lanes),
-                   dim3(block_threads), 0, args, lanes);
+            const auto kernel =
+                args.residual != nullptr ? rms_norm_forward_kernel<T, float, v()> : rms_norm_forward_kernel<T, T, v()>;
+            launch("rms_norm_forward", exec, kernel, blocks_for(args.rows * args.groups, lanes), dim3(block_threads), 0, args,
+                   lanes);
         });
     });
 }
@@ -470,13 +484,14 @@ void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
     const std::int64_t slice = args.width / args.groups;
     FENWICK_CHECK(args.groups <= 65535, "[rms_norm] {} groups are more than a CUDA grid holds (65535)", args.groups);
     dispatch("rms_norm", args.dtype, [&]<class T>(TypeTag<T>) {
-        const bool use_wide = can_use_wide({slice, args.u_stride, args.z_stride, args.du_stride, args.dz_stride},
-                                           {args.u, args.z, args.weight, args.dy, args.dsum, args.du, args.dz});
+        const bool use_wide =
+            can_use_wide({slice, args.u_stride, args.z_stride, args.du_stride, args.dresidual_stride, args.dz_stride},
+                         {args.u, args.z, args.weight, args.dy, args.dsum, args.du, args.dresidual, args.dz});
         if (use_wide && takes_row_kernels(slice, wide)) {
             const std::int64_t blocks = std::min(args.rows, row_blocks);
             const Buffer partial = workspace(exec, blocks * args.width * static_cast<std::int64_t>(sizeof(float)));
-            dispatch_gate(args.gate, [&](auto gate) {
-                launch("rms_norm_backward", exec, rms_norm_backward_row_kernel<T, gate()>,
+            dispatch_form<T>(args.gate, args.stream, [&]<class S>(TypeTag<S>, auto gate) {
+                launch("rms_norm_backward", exec, rms_norm_backward_row_kernel<T, S, gate()>,
                        dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(args.groups)), dim3(row_threads(slice)), 0,
                        args, partial.as<float>());
             });
@@ -488,7 +503,7 @@ void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
             const std::int64_t shared_bytes = teams * slice * static_cast<std::int64_t>(sizeof(float));
             FENWICK_CHECK(shared_bytes <= 200 * 1024,
                           "[rms_norm] a group of {} elements is too wide for CUDA (at most 51200)", slice);
-            const auto kernel = rms_norm_backward_kernel<T, v()>;
+            const auto kernel = args.stream ? rms_norm_backward_kernel<T, float, v()> : rms_norm_backward_kernel<T, T, v()>;
             if (shared_bytes > 40 * 1024)  // with the kernel's own arrays, 48 KiB need no leave
                 FENWICK_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                         static_cast<int>(shared_bytes)));
