@@ -34,17 +34,17 @@ public:
             starts_.push_back(starts_.back() + corpora_.back().info().num_tokens);
             documents_.push_back(documents_.back() + corpora_.back().info().num_documents);
         }
-        if (packing == Packing::documents) {
-            packed_.emplace(length);
-            for (std::size_t i = 0; i < corpora_.size(); ++i)
-                for (std::int64_t shard = 0; shard < corpora_[i].num_shards(); ++shard) {
-                    const std::int64_t start = starts_[i] + corpora_[i].first_token(shard);
-                    const auto file = corpora_[i].shard(shard);
-                    const auto& offsets = file->document_offsets();
-                    for (std::size_t d = 0; d + 1 < offsets.size(); ++d) packed_->add(start + offsets[d], start + offsets[d + 1]);
-                }
-            packed_->finish();
-        }
+        if (packing == Packing::documents) packed_.emplace(length);
+        if (packing != Packing::stream)
+            for_each_document([&](Range document) {
+                if (packed_) packed_->add(document.begin, document.end);
+                // Sequences end with their row: after T tokens from the beginning of a document, or from that of the stream's targets.
+                const std::int64_t begin = packed_ ? document.begin : std::max<std::int64_t>(document.begin, 1);
+                const std::int64_t phase = packed_ ? 0 : (begin - 1) % length;
+                const std::int64_t first = std::min(document.end - begin, length - phase), rest = document.end - begin - first;
+                squares_ += square(first) + static_cast<double>(rest / length) * square(length) + square(rest % length);
+            });
+        if (packed_) packed_->finish();
         FENWICK_CHECK(targets() >= 1, "{}: the token files hold {} token; at least 2 are needed", paths.front(), starts_.back());
     }
 
@@ -53,6 +53,11 @@ public:
     std::int64_t rows() const { return packed_ ? packed_->rows() : (targets() + length_ - 1) / length_; }
     std::int64_t targets_in(std::int64_t row) const {
         return packed_ ? packed_->row(row).tokens : std::min(length_, targets() - row * length_);
+    }
+
+    // Sum over the targets of an epoch of the length of the sequence that each is in.
+    double sequence_lengths() const {
+        return packing_ == Packing::stream ? static_cast<double>(targets()) * static_cast<double>(length_) : squares_;
     }
 
     // Fills T inputs and as many targets as the row has, and appends where sequences end, counted from `first`, the row's
@@ -83,6 +88,20 @@ public:
     }
 
 private:
+    static double square(std::int64_t x) { return static_cast<double>(x) * static_cast<double>(x); }
+
+    // In order.
+    template <class Body>
+    void for_each_document(Body&& body) const {
+        for (std::size_t i = 0; i < corpora_.size(); ++i)
+            for (std::int64_t shard = 0; shard < corpora_[i].num_shards(); ++shard) {
+                const std::int64_t start = starts_[i] + corpora_[i].first_token(shard);
+                const auto file = corpora_[i].shard(shard);
+                const auto& offsets = file->document_offsets();
+                for (std::size_t d = 0; d + 1 < offsets.size(); ++d) body({start + offsets[d], start + offsets[d + 1]});
+            }
+    }
+
     std::int32_t end_of_document() const { return corpora_.front().info().end_of_document; }
 
     // The corpus that holds position `at` of a list of running counts.
@@ -133,6 +152,7 @@ private:
     std::vector<TokenCorpus> corpora_;
     std::vector<std::int64_t> starts_{0}, documents_{0};  // tokens and documents before each corpus, and in all
     std::optional<DocumentPacking> packed_;
+    double squares_ = 0;  // of the lengths of all sequences, where these are not rows
 };
 
 }  // namespace
@@ -174,8 +194,9 @@ struct Loader::Implementation {
 
     const TokenFileInfo& front() const { return sources.front().corpora().front().info(); }
 
-    std::int64_t total(std::int64_t (Source::*count)() const) const {
-        std::int64_t sum = 0;
+    template <class T>
+    T total(T (Source::*count)() const) const {
+        T sum = 0;
         for (const auto& source : sources) sum += (source.*count)();
         return sum;
     }
@@ -201,6 +222,9 @@ std::int64_t Loader::tokens_per_epoch() const { return implementation_->total(&S
 double Loader::fill() const {
     return static_cast<double>(tokens_per_epoch()) / static_cast<double>(rows_per_epoch()) /
            static_cast<double>(implementation_->options.sequence_length);
+}
+double Loader::mean_sequence_length() const {
+    return implementation_->total(&Source::sequence_lengths) / static_cast<double>(tokens_per_epoch());
 }
 std::int64_t Loader::vocab_size() const { return implementation_->front().vocab_size; }
 std::string Loader::tokenizer_identity() const { return implementation_->front().tokenizer_identity; }

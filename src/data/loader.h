@@ -73,6 +73,7 @@ public:
     std::int64_t rows_per_epoch() const;    // with weights: rows of all corpora together
     std::int64_t tokens_per_epoch() const;  // targets in them
     double fill() const;                    // share of an epoch's targets that are tokens
+    double mean_sequence_length() const;    // that a target is in: of a long sequence, many are
     std::int64_t vocab_size() const;
     std::string tokenizer_identity() const;
 

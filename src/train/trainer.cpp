@@ -99,7 +99,7 @@ public:
             load_weights(config_.train.init_from, *model_);
         model_->set_recompute(config_.train.recompute);
         optimizer_.emplace(model_->parameters(), config_.optimizer);
-        flops_per_token_ = model::training_flops_per_token(config_.model, config_.data.sequence_length);
+        flops_per_token_ = model::training_flops_per_token(config_.model, std::llround(loader_.mean_sequence_length()));
         if (device_.is_cuda()) {
             device_name_ = cuda_device_name(device_.index);
             if (const auto peaks = peaks_of(device_name_)) peak_flops_ = peaks->bfloat16_flops * communicator_.size();

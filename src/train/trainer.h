@@ -17,7 +17,7 @@ struct StartReport {
     std::int64_t parameter_count = 0;
     std::int64_t tokens_per_epoch = 0;  // of all corpora together
     double fill = 1;                // share of the rows' targets that are tokens
-    double flops_per_token = 0;     // forward and backward; with tokens/s the speed that MFU is a share of
+    double flops_per_token = 0;     // forward and backward, in sequences as long as those of the data; with tokens/s the speed that MFU is a share of
     Device device;
     std::string device_name;        // "NVIDIA H200"; "" for the CPU
     double peak_flops = 0;          // of all processes' GPUs in dense bfloat16; 0: not known

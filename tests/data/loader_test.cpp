@@ -179,6 +179,18 @@ TEST_P(LoaderCases, EveryTokenIsATargetOncePerEpoch) {
     }
 }
 
+TEST_P(LoaderCases, MeanSequenceLengthIsThatOfTheRows) {
+    const Loader loader(options_);
+    const Batch batch = loader.read(0, loader.rows_per_epoch());
+    double sum = 0;  // over targets; what fills up a row or follows the last target is no part of a sequence here
+    for (std::size_t s = 0; s + 1 < batch.offsets.size(); ++s) {
+        const auto begin = batch.targets.begin() + batch.offsets[s], end = batch.targets.begin() + batch.offsets[s + 1];
+        const auto valid = static_cast<double>(end - begin - std::count(begin, end, -100));
+        sum += valid * (GetParam().packing == Packing::stream ? static_cast<double>(GetParam().length) : valid);
+    }
+    EXPECT_NEAR(loader.mean_sequence_length(), sum / static_cast<double>(batch.valid_targets), 1e-9);
+}
+
 TEST_P(LoaderCases, SequencesAreRowsOrDocuments) {
     const auto [packing, length, lengths, files] = GetParam();
     const Loader loader(options_);
