@@ -1270,17 +1270,18 @@ bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std:
     return reinterpret_cast<std::uintptr_t>(pointer) % (2 * size) == 0;
 }
 
-// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the
-// card.
+// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the card.
 #if defined(FENWICK_CUDA_EMULATION)
-constexpr std::int64_t enough_blocks = 8;  // so that small problems have blocks with several heads, as large ones do
+// So that small problems have blocks with several heads, as large ones do.
+constexpr std::int64_t enough_blocks = 8, enough_pipelined_blocks = 8;
 #else
 constexpr std::int64_t enough_blocks = 2048;
+constexpr std::int64_t enough_pipelined_blocks = 1024;  // one an SM, and each starts with the scores of its heads
 #endif
 template <class T>
-int slices_of(const Problem<T>& p, int blocks) {
-    return static_cast<int>(std::clamp<std::int64_t>(ceil_div(enough_blocks, static_cast<std::int64_t>(blocks) * p.groups),
-                                                     1, p.heads / p.groups));
+int slices_of(const Problem<T>& p, int blocks, std::int64_t enough) {
+    return static_cast<int>(
+        std::clamp<std::int64_t>(ceil_div(enough, static_cast<std::int64_t>(blocks) * p.groups), 1, p.heads / p.groups));
 }
 
 // Whether the kernels of ssd_pipelined.cuh do. They are made for Hopper: 227 KB of shared memory a block.
@@ -1314,7 +1315,7 @@ Problem<T> make_problem(const char* op, const Args& args, const Layout& layout) 
     p.tiles = layout.tiles;
     p.slots = layout.slots;
     p.documents = layout.documents;
-    p.slices = slices_of(p, p.tiles);
+    p.slices = slices_of(p, p.tiles, enough_blocks);
     p.q_stride = args.q_stride;
     p.k_stride = args.k_stride;
     p.v_stride = args.v_stride;
@@ -1384,7 +1385,7 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
             Problem<T> sliced = p;
             const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, outer_teams));
             // Whole teams of heads a slice.
-            const int slices = std::min(slices_of(p, jobs), teams);
+            const int slices = std::min(slices_of(p, jobs, enough_pipelined_blocks), teams);
             sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
             return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
@@ -1438,7 +1439,7 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
         if constexpr (std::is_same_v<T, tile::bf16>) {
             if (fits_pipelined(exec, p)) {
                 Problem<T> sliced = p;
-                sliced.slices = slices_of(p, consumers * p.slots);
+                sliced.slices = slices_of(p, consumers * p.slots, enough_pipelined_blocks);
                 return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
                     launch_blocks(

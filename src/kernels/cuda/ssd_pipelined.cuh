@@ -97,7 +97,8 @@ __device__ __forceinline__ void copy_state(const Problem<bf16>& p, const TileCop
     for (int kt = 0; kt < KT; ++kt) copy(to + kt * area, from + kt * edge * p.value_width, p.key_width - kt * edge);
 }
 
-// The two tiles of a chunk that a block works on. Grid: 2 x slots.
+// The two tiles of a chunk that a block works on. Grid: 2 x slots, the last chunks first: they read most buckets, and shorter
+// blocks even out the end of a launch.
 struct Pair {
     SlotInfo slot;
     int slot_id, first, count;  // its first tile in the chunk, how many (0: nothing to do)
@@ -105,12 +106,13 @@ struct Pair {
     int last_rows;              // of the chunk's last tile
     template <class T>
     __device__ __forceinline__ explicit Pair(const Problem<T>& p)
-        : Pair(p, blockIdx.x / consumers, blockIdx.x % consumers * consumers) {}
+        : Pair(p, p.slots - 1 - static_cast<int>(blockIdx.x / consumers),
+               static_cast<int>(blockIdx.x % consumers) * consumers) {}
     template <class T>
-    __device__ __forceinline__ Pair(const Problem<T>& p, unsigned its_slot, unsigned its_first) {
-        slot_id = static_cast<int>(its_slot);
+    __device__ __forceinline__ Pair(const Problem<T>& p, int its_slot, int its_first) {
+        slot_id = its_slot;
         slot = p.slot_info[slot_id];
-        first = static_cast<int>(its_first);
+        first = its_first;
         count = max(min(consumers, slot.tiles - first), 0);
         token = p.tile_info[slot.tile].token;
         last_rows = p.tile_info[slot.tile + slot.tiles - 1].rows;
@@ -1134,7 +1136,7 @@ std::size_t pipelined_score_gradient_shared() {
 template <int KT, bool Near>
 __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradients(Problem<bf16> p) {
     constexpr int teams = score_teams<Near>, units = score_units<Near>;
-    const Pair pair = Near ? Pair(p, blockIdx.x / 2, blockIdx.x % 2 * 2) : Pair(p, blockIdx.x, 2);
+    const Pair pair = Near ? Pair(p) : Pair(p, static_cast<int>(blockIdx.x), 2);
     if (pair.count == 0) return;
     const HeadRange range = head_range(p);
     const int given_first = Near ? pair.first : 0, given_count = Near ? pair.count : 2;  // tiles that are read
