@@ -979,8 +979,20 @@ __global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
         for (int n = 0; n < passes; ++n, from += threads / 16 * global_stride)
             if (row + n * (threads / 16) < info.rows) scales[(row + n * (threads / 16)) * stride + l] = *from;
     }
-    for (int l = tid / edge; l < p.all_levels; l += threads / edge)
-        all[l * (edge + 1) + tid % edge] = sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[tid % edge] : 0.0f;
+    constexpr int batch = 8;  // loads in flight
+    for (int first = tid / edge; first < p.all_levels; first += batch * threads / edge) {
+        float x[batch];
+#pragma unroll
+        for (int n = 0; n < batch; ++n) {
+            const int l = first + n * threads / edge;
+            x[n] = l < p.all_levels && sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[tid % edge] : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < batch; ++n) {
+            const int l = first + n * threads / edge;
+            if (l < p.all_levels) all[l * (edge + 1) + tid % edge] = x[n];
+        }
+    }
     __syncthreads();
     if (tid < edge) {
         float sum = 0;
