@@ -55,6 +55,20 @@ TEST(GatedDeltaRuleOp, FollowsTheDefinition) {
     }
 }
 
+// In float32, the decays' gradients are as near as all others where strong decays leave them small, while what a token gives to
+// itself, which has no decay, is large.
+TEST(GatedDeltaRuleOp, DecayGradientsInFloat32) {
+    for (std::int64_t levels : {0, 8}) {
+        auto x = ReferenceGatedDeltaRule::random({0, 1, 200}, 2, 16, 24, levels, 4);
+        for (auto& g : x.g) g -= 8;
+        std::vector<Tensor> inputs;
+        for (const auto& input : inputs_of(x, 1)) inputs.push_back(input.to(DType::float32).to(DType::float64));
+        const auto exact = outputs_and_gradients(apply(x, 64), inputs, DType::float64);
+        const auto single = outputs_and_gradients(apply(x, 64), inputs, DType::float32);
+        for (std::size_t i = 0; i < exact.size(); ++i) EXPECT_LT(rms_ratio(single[i], exact[i]), 1e-6) << i;
+    }
+}
+
 TEST(GatedDeltaRuleOp, SlicesOfWiderProjections) {
     auto x = ReferenceGatedDeltaRule::random({0, 30}, 2, 4, 3, 6, 3);
     auto inputs = inputs_of(x, 1);

@@ -27,8 +27,10 @@
 //   dK = (dQK . D)' Q + (B + B') K + beta e dKh + E dKb,   B = beta_t D_ts dA_ts
 //   dbeta_t = v_t.d(beta V)_t + e_t k_t.dKh_t + sum_s dA_ts (k_t.k_s) D_ts
 //   dlambda[t, l] = sum over s of level l of (dO (beta V)')_ts M_ts, or Qb_t.(dO S_l')_t
-// Every term of o_t has the factor exp(Gamma_t - Gamma_s), so d(Gamma_t) = o_t.do_t - v_t.dv_t, and dg is its sum over the
-// later tokens: those of the chunk one by one, all others as <S, dS> of the states that leave the chunk.
+// Every term of o_t has the factor exp(Gamma_t - Gamma_s), so dg_r is the sum over t >= r > s of what s gives to o_t.do_t: terms
+// of (dO (beta V)' . Lambda . M) inside the chunk, Qb_t.dQb_t (o's share of the states that entered) for t >= r, Y_s.dY_s (the
+// share of the new state) for s < r, and P.dP of the states that pass. (As sums of o_t.do_t - v_t.dv_t the terms that do not
+// span r would have to cancel, and their rounding would add up in the gradients of A_log and dt_bias.)
 //
 // States entering a segment are kept (about sqrt(chunks) of them); those inside are recomputed, one segment at a time.
 #include "kernels/gated_delta_rule.h"
@@ -568,7 +570,6 @@ private:
         const int64_t n = c.tokens, K = key_width, V = value_width, HV = heads * V;
         const T *queries = q_of(c), *keys = k_of(c), *values = v_of(c);
         const T* d_o = dense_of(c, static_cast<const T*>(args.d_o));
-        const T* o = dense_of(c, static_cast<const T*>(args.o));
         T* dq = static_cast<T*>(args.dq) + c.first_token * args.dq_stride + c.stream->head * K;
         T* dk = static_cast<T*>(args.dk) + c.first_token * args.dk_stride + c.stream->head * K;
         T* dv = static_cast<T*>(args.dv) + c.first_token * args.dv_stride + c.stream->head * V;
@@ -603,6 +604,8 @@ private:
                     d_row[s] *= scale;
                 }
             });
+            at(d_gamma, t) += dot(d_row, mix, t + 1);
+            for (int64_t s = 0; s <= t; ++s) at(d_gamma, s) -= static_cast<double>(d_row[s]) * static_cast<double>(mix[s]);
         }
 
         // What entered.
@@ -617,13 +620,16 @@ private:
                 add_scaled(scale_of(c, t, slot), read + t * K, d_query + t * K, K);
             }
         });
-        if (used != 0) blas_gemm(false, true, n, n, K, T{-1}, d_query, K, c.key_start, K, T{1}, d_mix, n);
+        if (used != 0) {
+            for (int64_t t = 0; t < n; ++t) at(d_gamma, t) += dot(d_query + t * K, c.query + t * K, K);
+            blas_gemm(false, true, n, n, K, T{-1}, d_query, K, c.key_start, K, T{1}, d_mix, n);
+        }
         zero_above_diagonal(d_mix, n, n);
         blas_gemm(true, false, n, K, n, T{-1}, c.mix, rows, d_query, K, T{0}, d_start, K);
         blas_gemm(true, false, n, V, n, T{1}, weights, n, d_o, HV, T{0}, d_value, V);
 
         // What leaves.
-        double beyond = 0;  // sum of d(Gamma) over all later chunks
+        double across = 0;  // what this chunk and earlier ones give to later ones
         if (c.has_next) {
             const Mask next_used = slots_before(c.index + 1);
             const Transition transition = transition_after(c.index);
@@ -644,13 +650,18 @@ private:
             });
             blas_gemm(false, false, n, V, K, T{1}, c.left_key, K, d_fresh, V, T{1}, d_value, V);
             blas_gemm(false, true, n, K, V, T{1}, values, v_stride, d_fresh, V, T{0}, d_left, K);
-            for (int64_t t = 0; t < n; ++t) scaled_copy(betas[t], d_left + t * K, d_left + t * K, K);
+            for (int64_t t = 0; t < n; ++t) {
+                scaled_copy(betas[t], d_left + t * K, d_left + t * K, K);
+                const double given = dot(d_left + t * K, c.left_key + t * K, K);
+                at(d_gamma, t) -= given;
+                across += given;
+            }
             if (used != 0) {
+                across += dot(c.transition, d_transition, K * K);
                 blas_gemm(false, true, n, K, K, T{-1}, c.key_start, K, d_transition, K, T{1}, d_left, K);
                 blas_gemm(false, false, n, K, K, T{-1}, c.left_key, K, d_transition, K, T{1}, d_start, K);
             }
             blas_gemm(false, false, n, K, n, T{1}, c.inverse, rows, d_left, K, T{0}, d_end, K);
-            beyond = dot(c.next_state, c.d_next_state, states_size(c.index + 1));
         }
 
         // Through M = (Q K' . D) X to the inverse and the products of keys and queries. `weights` is dA from here on.
@@ -675,7 +686,6 @@ private:
             if (c.has_next) add_scaled(c.to_end()[t], d_end + t * K, dk_row, K);
             const double value_dot = dot(values + t * v_stride, d_value + t * V, V);
             at(d_beta, t) += value_dot + static_cast<double>(c.from_start[t]) * dot(key, d_start + t * K, K);
-            at(d_gamma, t) = dot(o + t * HV, d_o + t * HV, V) - static_cast<double>(betas[t]) * value_dot;
             scaled_copy(betas[t], d_value + t * V, dv + t * args.dv_stride, V);
         }
         blas_gemm(false, false, n, K, n, T{1}, d_qk, n, keys, k_stride, T{1}, dq, args.dq_stride);
@@ -684,9 +694,9 @@ private:
         blas_gemm(true, false, n, K, n, T{1}, weights, n, keys, k_stride, T{1}, dk, args.dk_stride);
 
         for (int64_t t = n; t-- > 0;) {
-            beyond += at(d_gamma, t);
+            across += at(d_gamma, t);
             // A document's first decay meets no state: its gradient is 0, not the rounding of terms that cancel.
-            dg[t * heads] = c.index == 0 && t == 0 ? T{0} : static_cast<T>(beyond);
+            dg[t * heads] = c.index == 0 && t == 0 ? T{0} : static_cast<T>(across);
             dbeta[t * heads] = static_cast<T>(at(d_beta, t));
             for (int64_t l = 0; l < levels; ++l)
                 dscales[t * heads * levels + l] = static_cast<T>(at(d_scales, t * levels + l));
