@@ -20,13 +20,13 @@ struct PerplexityCommand {
 };
 
 void run_perplexity(const PerplexityCommand& command, bool quiet) {
-    const data::TokenFile file(command.tokens);
+    const data::TokenCorpus corpus(command.tokens);
     if (!command.json.empty()) check_output(command.json, {command.tokens, command.model, train::find_checkpoint(command.model)});
     const train::LoadedModel loaded = train::load_model(command.model, device_chosen(command.device));
-    FENWICK_CHECK(file.info().tokenizer_identity == loaded.tokenizer.identity,
+    FENWICK_CHECK(corpus.info().tokenizer_identity == loaded.tokenizer.identity,
                   "{} was made with another tokenizer ({}) than the model was trained with ({}); tokenize the text with the "
                   "model's: fenwick tokenize TEXT --tokenizer {} --output FILE.h5",
-                  command.tokens, file.info().tokenizer_kind, loaded.tokenizer.kind, command.model);
+                  command.tokens, corpus.info().tokenizer_kind, loaded.tokenizer.kind, command.model);
     eval::PerplexityOptions options = command.options;
     if (options.context == 0) options.context = loaded.config.data.sequence_length;
     // Enough windows to fill a batch of about 4,096 tokens, 65,536 on a GPU: speed only.
@@ -34,7 +34,7 @@ void run_perplexity(const PerplexityCommand& command, bool quiet) {
     if (options.batch == 0) options.batch = std::max<std::int64_t>(1, batch_tokens / options.context);
 
     Progress progress(quiet);
-    const auto result = eval::perplexity(loaded.model, file, options, [&](std::int64_t done, std::int64_t total) {
+    const auto result = eval::perplexity(loaded.model, corpus, options, [&](std::int64_t done, std::int64_t total) {
         progress.show(fmt::format("perplexity: {:.0f}%", 100.0 * static_cast<double>(done) / static_cast<double>(total)));
     });
     progress.clear();
@@ -67,7 +67,7 @@ void add_eval(CLI::App& app, const GlobalOptions& global) {
                                     "fenwick eval perplexity runs/log_linear_mamba2 test.h5 --json test.json", options,
                                     [&global](const PerplexityCommand& given) { run_perplexity(given, global.quiet); });
     command->add_option("model", options->model, "Checkpoint, or run folder (its newest complete checkpoint)")->required();
-    command->add_option("tokens", options->tokens, "Token file of the text")->required();
+    command->add_option("tokens", options->tokens, "Token file or corpus folder of the text")->required();
     command->add_option("--context", options->options.context, "Tokens a prediction may look back on (default: as trained)")
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
     command->add_option("--stride", options->options.stride, "New tokens a window (default: the context); less is slower and "

@@ -15,27 +15,43 @@ namespace {
 
 struct TokenizeCommand {
     data::TokenizeOptions options;
-    std::string tokenizer = "bytes", documents = "file";
+    std::string tokenizer = "bytes", documents = "file", format = "auto";
 };
 
+void print_corpus(const data::TokenFileInfo& info) {
+    std::printf("%s: %lld tokens in %lld documents, %.2f bytes a token, vocabulary of %lld\n", info.path.c_str(),
+                static_cast<long long>(info.num_tokens), static_cast<long long>(info.num_documents),
+                static_cast<double>(info.text_bytes) / static_cast<double>(info.num_tokens),
+                static_cast<long long>(info.vocab_size));
+}
+
 void run_tokenize(TokenizeCommand command, bool quiet) {
-    command.options.documents = data::document_unit_from(command.documents);
+    data::TokenizeOptions& options = command.options;
+    options.documents = data::document_unit_from(command.documents);
+    options.format = data::text_format_from(command.format);
     const auto tokenizer = open_tokenizer_of(command.tokenizer);
-    check_output(command.options.output, {command.tokenizer});
+    check_output(options.output, {command.tokenizer});
+    if (!options.valid_output.empty()) check_output(options.valid_output, {command.tokenizer});
     Progress progress(quiet);
-    command.options.progress = [&](std::int64_t done, std::int64_t total) {
-        const double seconds = progress.seconds(), share = static_cast<double>(done) / static_cast<double>(std::max<std::int64_t>(total, 1));
+    std::int64_t before = -1;  // bytes of files that an interrupted run had done
+    options.progress = [&](const data::TokenizeProgress& made) {
+        const double share = static_cast<double>(made.file_bytes) / static_cast<double>(made.total_file_bytes);
+        if (before < 0) {
+            before = made.file_bytes * made.resumed;
+            if (made.resumed) progress.show(fmt::format("going on from {:.0f}% of an interrupted run", 100 * share), true);
+        }
+        const double seconds = std::max(progress.seconds(), 1e-9);
+        const auto done = static_cast<double>(made.file_bytes - before),
+                   left = static_cast<double>(made.total_file_bytes - made.file_bytes);
         progress.show(fmt::format("tokenizing: {:.0f}%  {}/s  {} left", 100 * share,
-                                  bytes_text(static_cast<double>(done) / std::max(seconds, 1e-9)),
-                                  duration_text(share > 0 ? seconds / share - seconds : 0)));
+                                  bytes_text(static_cast<double>(made.text_bytes) / seconds),
+                                  duration_text(seconds * left / done)));
     };
-    const auto info = data::tokenize_files(*tokenizer, command.options);
+    const auto result = data::tokenize(*tokenizer, options);
     progress.clear();
-    if (!quiet)
-        std::printf("%s: %lld tokens in %lld documents, %.2f bytes a token, vocabulary of %lld\n", info.path.c_str(),
-                    static_cast<long long>(info.num_tokens), static_cast<long long>(info.num_documents),
-                    static_cast<double>(info.text_bytes) / static_cast<double>(info.num_tokens),
-                    static_cast<long long>(info.vocab_size));
+    if (quiet) return;
+    print_corpus(result.output);
+    if (result.valid) print_corpus(*result.valid);
 }
 
 struct TokenizerTrainCommand {
@@ -47,21 +63,56 @@ struct TokenizerTrainCommand {
 }  // namespace
 
 void add_tokenize(CLI::App& app, const GlobalOptions& global) {
-    auto options = std::make_shared<TokenizeCommand>();
-    CLI::App* command = add_command(app, "tokenize", "Make a token file from text files",
-                                    "fenwick tokenize book1.txt book2.txt --tokenizer bpe.model --output train.h5", options,
-                                    [&global](const TokenizeCommand& given) { run_tokenize(given, global.quiet); });
-    command->add_option("files", options->options.files, "Text files, in this order")->required();
-    command->add_option("--output,-o", options->options.output, "The token file to write")->required();
-    command->add_option("--tokenizer", options->tokenizer,
-                        "bytes; a SentencePiece .model; or a token file, checkpoint or run folder whose tokenizer to use")
+    auto command_options = std::make_shared<TokenizeCommand>();
+    data::TokenizeOptions& options = command_options->options;
+    CLI::App* command =
+        add_command(app, "tokenize", "Make a corpus from text: a token file, or a folder of shards",
+                    "fenwick tokenize books more.jsonl.zst --tokenizer bpe.model --output corpus "
+                    "--valid-share 0.01 --valid-output valid.h5",
+                    command_options, [&global](const TokenizeCommand& given) { run_tokenize(given, global.quiet); });
+    command
+        ->add_option("inputs", options.inputs,
+                     "Text files, JSON lines and folders of these, in this order; plain or compressed by gzip, zstd or xz")
+        ->required();
+    command
+        ->add_option("--output,-o", options.output,
+                     "The token file to write (NAME.h5), or the folder for shards (any other name)")
+        ->required();
+    command
+        ->add_option("--tokenizer", command_options->tokenizer,
+                     "bytes; a SentencePiece .model; or a corpus, checkpoint or run folder whose tokenizer to use")
         ->capture_default_str();
-    command->add_option("--documents", options->documents, "What is one document: file, line, or block (between blank lines)")
+    command
+        ->add_option(
+            "--documents", command_options->documents,
+            "What is one document of a text: file, line, or block (between blank lines); of JSON lines it is each line")
         ->check(CLI::IsMember({"file", "line", "block"}))
         ->capture_default_str();
-    command->add_option("--deflate", options->options.deflate, "Compression of the token file, 0 (none) to 9")
+    command
+        ->add_option("--format", command_options->format,
+                     "What the files hold: text, jsonl, or auto (jsonl by the names .jsonl, .ndjson, .json)")
+        ->check(CLI::IsMember({"auto", "text", "jsonl"}))
+        ->capture_default_str();
+    command->add_option("--text-field", options.text_field, "The field of JSON lines that holds the text")
+        ->capture_default_str();
+    command->add_option("--valid-output", options.valid_output, "Where the validation share goes (NAME.h5 or a folder)");
+    command
+        ->add_option("--valid-share", options.valid_share,
+                     "Share of the documents, drawn at random, that are for validation")
+        ->check(number_from_to(0, 1));
+    command->add_option("--valid-seed", options.valid_seed, "Of this draw")->capture_default_str();
+    command
+        ->add_option("--shard-tokens", options.shard_tokens,
+                     "A shard ends with the document that brings it to so many tokens")
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
+        ->capture_default_str();
+    command->add_option("--deflate", options.deflate, "Compression of the output, 0 (none) to 9")
         ->check(CLI::Range(0, 9))
         ->capture_default_str();
+    command->add_option("--workers", options.workers, "Threads that encode: speed only (default: as --threads)")
+        ->check(CLI::Range(1, 4096));
+    command->add_flag("--overwrite", options.overwrite, "Replace a corpus that stands at the output");
+    command->add_flag("--restart", options.restart, "Begin anew where an interrupted run would be continued");
 }
 
 void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
@@ -70,23 +121,22 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
     tokenizer->footer(footer_text("fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model"));
 
     auto options = std::make_shared<TokenizerTrainCommand>();
-    CLI::App* command = add_command(*tokenizer, "train", "Train a SentencePiece model on text files",
-                                    "fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model", options,
-                                    [&global](const TokenizerTrainCommand& given) {
-                                        for (const std::string& file : given.files) (void)size_of_file(file);
-                                        check_output(given.output, given.files);
-                                        Progress progress(global.quiet);
-                                        progress.show("training the tokenizer", true);
-                                        const std::int64_t wanted = given.options.vocab_size;
-                                        const std::int64_t pieces =
-                                            data::train_sentencepiece(given.files, given.options, given.output);
-                                        progress.clear();
-                                        if (global.quiet) return;
-                                        std::printf("%s: %lld pieces%s, trained in %s\n", given.output.c_str(),
-                                                    static_cast<long long>(pieces),
-                                                    pieces < wanted ? fmt::format(" of {}: the text has no more", wanted).c_str() : "",
-                                                    duration_text(progress.seconds()).c_str());
-                                    });
+    CLI::App* command = add_command(
+        *tokenizer, "train", "Train a SentencePiece model on text files",
+        "fenwick tokenizer train train.txt --vocab-size 4096 --output bpe.model", options,
+        [&global](const TokenizerTrainCommand& given) {
+            for (const std::string& file : given.files) (void)size_of_file(file);
+            check_output(given.output, given.files);
+            Progress progress(global.quiet);
+            progress.show("training the tokenizer", true);
+            const std::int64_t wanted = given.options.vocab_size;
+            const std::int64_t pieces = data::train_sentencepiece(given.files, given.options, given.output);
+            progress.clear();
+            if (global.quiet) return;
+            std::printf("%s: %lld pieces%s, trained in %s\n", given.output.c_str(), static_cast<long long>(pieces),
+                        pieces < wanted ? fmt::format(" of {}: the text has no more", wanted).c_str() : "",
+                        duration_text(progress.seconds()).c_str());
+        });
     command->add_option("files", options->files, "Text files")->required();
     command->add_option("--output,-o", options->output, "The .model file to write")->required();
     command->add_option("--vocab-size", options->options.vocab_size, "Pieces in all; a text without so many gives fewer")
@@ -95,8 +145,9 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
     command->add_option("--type", options->options.model_type, "bpe or unigram")
         ->check(CLI::IsMember({"bpe", "unigram"}))
         ->capture_default_str();
-    command->add_option("--character-coverage", options->options.character_coverage,
-                        "Share of the text's characters that get pieces of their own")
+    command
+        ->add_option("--character-coverage", options->options.character_coverage,
+                     "Share of the text's characters that get pieces of their own")
         ->check(number_from_to(0.98, 1))
         ->capture_default_str();
 }

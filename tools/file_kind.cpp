@@ -4,7 +4,7 @@
 #include <fstream>
 
 #include "base/hdf5.h"
-#include "data/token_file.h"
+#include "data/corpus.h"
 #include "train/checkpoint.h"
 
 namespace fenwick::tools {
@@ -14,7 +14,10 @@ namespace fs = std::filesystem;
 FileKind kind_of_file(const std::string& path) {
     std::error_code ignored;
     FENWICK_CHECK(fs::exists(path, ignored), "{}: no such file", path);
-    if (fs::is_directory(path)) return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
+    if (fs::is_directory(path)) {
+        if (data::is_corpus_folder(path)) return FileKind::corpus;
+        return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
+    }
     const std::string extension = fs::path(path).extension().string();
     if (extension == ".yaml" || extension == ".yml") return FileKind::config;
     // The signature that every HDF5 file begins with
@@ -23,7 +26,7 @@ FileKind kind_of_file(const std::string& path) {
     if (std::string_view(mark, sizeof(mark)) != std::string_view("\x89HDF\r\n\x1a\n", 8)) return FileKind::other;
     const auto file = hdf5::File::open(path);
     const std::string format = file.has_attribute("/", "format") ? file.attribute_string("/", "format") : "";
-    if (format.find("token") != std::string::npos) return FileKind::token_file;
+    if (format.find("token") != std::string::npos) return FileKind::corpus;
     if (format.find("checkpoint") != std::string::npos) return FileKind::checkpoint;
     fail("{} is neither a Fenwick token file nor a Fenwick checkpoint", path);
 }
@@ -33,7 +36,7 @@ std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source) {
     std::error_code ignored;
     if (!fs::exists(source, ignored)) return data::open_tokenizer(source);
     switch (kind_of_file(source)) {
-        case FileKind::token_file: return data::TokenFile(source).tokenizer();
+        case FileKind::corpus: return data::TokenCorpus(source).tokenizer();
         case FileKind::checkpoint:
         case FileKind::run_folder: {
             const auto tokenizer = train::read_checkpoint_header(train::find_checkpoint(source)).tokenizer;

@@ -8,12 +8,13 @@
 
 namespace fenwick::tools {
 
-enum class FileKind { config, token_file, checkpoint, run_folder, other };
-// By content: a folder with checkpoints/, an HDF5 file by its format mark, a .yaml or .yml file by its name. Throws Error if
+// corpus: a token file, or a folder of shards
+enum class FileKind { config, corpus, checkpoint, run_folder, other };
+// By content: a folder with checkpoints/ or a manifest, an HDF5 file by its format mark, a .yaml or .yml file by its name. Throws Error if
 // there is nothing at `path`.
 FileKind kind_of_file(const std::string& path);
 
-// "bytes", a SentencePiece .model, or the tokenizer inside a token file, checkpoint or run folder.
+// "bytes", a SentencePiece .model, or the tokenizer inside a corpus, checkpoint or run folder.
 std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source);
 
 }  // namespace fenwick::tools

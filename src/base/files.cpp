@@ -114,18 +114,24 @@ void check_output(const std::string& output, const std::vector<std::string>& inp
     }
 }
 
+namespace {
+void write_all(int descriptor, std::string_view bytes, std::string_view shown) {
+    while (!bytes.empty()) {
+        const ssize_t count = ::write(descriptor, bytes.data(), bytes.size());
+        if (count < 0 && errno == EINTR) continue;
+        FENWICK_CHECK(count >= 0, "{}: cannot be written: {}", shown, reason());
+        bytes.remove_prefix(static_cast<std::size_t>(count));
+    }
+}
+}  // namespace
+
 void write_file_atomically(const std::string& path, std::string_view bytes) {
     const std::string temporary = path + ".tmp";
     Descriptor descriptor(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
     FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", path,
                   errno == ENOENT ? "its folder does not exist" : reason());
     RemoveOnFailure guard(temporary);
-    while (!bytes.empty()) {
-        const ssize_t count = ::write(descriptor.get(), bytes.data(), bytes.size());
-        if (count < 0 && errno == EINTR) continue;
-        FENWICK_CHECK(count >= 0, "{}: cannot be written: {}", path, reason());
-        bytes.remove_prefix(static_cast<std::size_t>(count));
-    }
+    write_all(descriptor.get(), bytes, path);
     FENWICK_CHECK(descriptor.close(), "{}: cannot be written: {}", path, reason());
     publish_file(temporary, path);
     guard.disarm();
@@ -141,6 +147,41 @@ void publish_file(const std::string& temporary, const std::string& path) {
     FENWICK_CHECK(::rename(temporary.c_str(), path.c_str()) == 0, "{}: cannot be put in place: {}", path, reason());
     guard.disarm();
     sync_folder_of(path);
+}
+
+AppendFile::AppendFile(const std::string& path, std::int64_t bytes, std::string shown) : size_(bytes), shown_(std::move(shown)) {
+    Descriptor descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+    FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", shown_, reason());
+    struct stat status {};
+    FENWICK_CHECK(::fstat(descriptor.get(), &status) == 0 && status.st_size >= bytes, "{} has {} bytes; {} are needed", path,
+                  static_cast<std::int64_t>(status.st_size), bytes);
+    FENWICK_CHECK(status.st_size == bytes || ::ftruncate(descriptor.get(), bytes) == 0, "{}: cannot be written: {}", shown_, reason());
+    descriptor_ = descriptor.release();
+}
+
+AppendFile::~AppendFile() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void AppendFile::append(const void* data, std::size_t bytes) {
+    constexpr std::size_t most = 1 << 20;
+    if (buffer_.size() + bytes > most) flush();
+    size_ += static_cast<std::int64_t>(bytes);
+    const std::string_view view(static_cast<const char*>(data), bytes);
+    if (bytes > most)
+        write_all(descriptor_, view, shown_);
+    else
+        buffer_.append(view);
+}
+
+void AppendFile::flush() {
+    write_all(descriptor_, buffer_, shown_);
+    buffer_.clear();
+}
+
+void AppendFile::sync() {
+    flush();
+    FENWICK_CHECK(::fdatasync(descriptor_) == 0, "{}: cannot be synced to disk: {}", shown_, reason());
 }
 
 }  // namespace fenwick

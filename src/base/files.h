@@ -37,7 +37,27 @@ std::int64_t size_of_file(const std::string& path);
 // whatever name, links included. Inputs that are not there are passed over.
 void check_output(const std::string& output, const std::vector<std::string>& inputs);
 
-// The second half of the above for a file already written at `temporary` (an HDF5 checkpoint).
+// The second half of write_file_atomically for a file already written at `temporary` (an HDF5 checkpoint), or for a folder
+// where nothing stands at `path`.
 void publish_file(const std::string& temporary, const std::string& path);
+
+// A file that grows at its end. Throws Error with the system's reason, also from sync().
+class AppendFile {
+public:
+    // Makes the file if it is not there, and cuts what it holds past its first `bytes`. `shown` names it in messages.
+    AppendFile(const std::string& path, std::int64_t bytes, std::string shown);
+    AppendFile(const AppendFile&) = delete;
+    AppendFile& operator=(const AppendFile&) = delete;
+    ~AppendFile();
+    void append(const void* data, std::size_t bytes);  // buffered
+    void flush();                                      // to the operating system
+    void sync();                                       // to the disk
+    std::int64_t size() const { return size_; }        // with what is buffered
+
+private:
+    int descriptor_ = -1;
+    std::int64_t size_;
+    std::string buffer_, shown_;
+};
 
 }  // namespace fenwick

@@ -53,6 +53,21 @@ bool is_corpus_folder(const std::string& path) {
     return fs::is_regular_file(fs::path(path) / manifest_name, ignored);
 }
 
+void to_json(nlohmann::json& json, const CorpusManifest::Shard& shard) {
+    json = {{"file", shard.file},
+            {"bytes", shard.bytes},
+            {"digest", shard.digest},
+            {"num_tokens", shard.num_tokens},
+            {"num_documents", shard.num_documents},
+            {"text_bytes", shard.text_bytes},
+            {"text_words", shard.text_words}};
+}
+
+void from_json(const nlohmann::json& json, CorpusManifest::Shard& shard) {
+    shard = {json.at("file"),          json.at("bytes"),      json.at("digest"),    json.at("num_tokens"),
+             json.at("num_documents"), json.at("text_bytes"), json.at("text_words")};
+}
+
 void CorpusManifest::write(const std::string& folder) const {
     nlohmann::json json = {{"format", format_name},
                            {"version", format_version},
@@ -66,15 +81,7 @@ void CorpusManifest::write(const std::string& folder) const {
                            {"tokenizer_identity", info.tokenizer_identity},
                            {"num_sources", num_sources},
                            {"sources_sha256", sources_sha256},
-                           {"shards", nlohmann::json::array()}};
-    for (const Shard& shard : shards)
-        json["shards"].push_back({{"file", shard.file},
-                                  {"bytes", shard.bytes},
-                                  {"digest", shard.digest},
-                                  {"num_tokens", shard.num_tokens},
-                                  {"num_documents", shard.num_documents},
-                                  {"text_bytes", shard.text_bytes},
-                                  {"text_words", shard.text_words}});
+                           {"shards", shards}};
     json["sha256"] = checksum_of(json);
     write_file_atomically(in_folder(folder, manifest_name), json.dump(1) + "\n");
 }
@@ -90,7 +97,8 @@ CorpusManifest CorpusManifest::read(const std::string& folder) {
         const std::int64_t version = json.at("version");
         FENWICK_CHECK(version == format_version, "{}: corpus of version {}; this program reads version {}", path, version,
                       format_version);
-        FENWICK_CHECK(json.at("sha256") == checksum_of(json), "{} is damaged: its contents have another checksum than it says", path);
+        FENWICK_CHECK(json.at("sha256") == checksum_of(json),
+                      "{} is damaged: its contents have another checksum than it says", path);
         info.num_tokens = json.at("num_tokens");
         info.num_documents = json.at("num_documents");
         info.vocab_size = json.at("vocab_size");
@@ -101,9 +109,7 @@ CorpusManifest CorpusManifest::read(const std::string& folder) {
         info.tokenizer_identity = json.at("tokenizer_identity");
         manifest.num_sources = json.at("num_sources");
         manifest.sources_sha256 = json.at("sources_sha256");
-        for (const auto& shard : json.at("shards"))
-            manifest.shards.push_back({shard.at("file"), shard.at("bytes"), shard.at("digest"), shard.at("num_tokens"),
-                                       shard.at("num_documents"), shard.at("text_bytes"), shard.at("text_words")});
+        manifest.shards = json.at("shards").get<std::vector<Shard>>();
     } catch (const nlohmann::json::exception& error) {
         fail("{} is damaged: {}", path, error.what());
     }
@@ -116,8 +122,8 @@ CorpusManifest CorpusManifest::read(const std::string& folder) {
                       shard.num_documents);
     }
     FENWICK_CHECK(!manifest.shards.empty() && tokens == info.num_tokens && documents == info.num_documents,
-                  "{} is damaged: its shards add up to {} tokens in {} documents, it says {} and {}", path, tokens, documents,
-                  info.num_tokens, info.num_documents);
+                  "{} is damaged: its shards add up to {} tokens in {} documents, it says {} and {}", path, tokens,
+                  documents, info.num_tokens, info.num_documents);
     return manifest;
 }
 
@@ -130,8 +136,8 @@ struct TokenCorpus::Implementation {
     std::vector<std::int64_t> tokens{0}, documents{0};  // where each shard begins, and the ends
 
     std::mutex mutex;
-    std::vector<Shard> open;         // one a shard, null where it is closed
-    std::list<std::size_t> recent;   // the open ones, most recently used first
+    std::vector<Shard> open;        // one a shard, null where it is closed
+    std::list<std::size_t> recent;  // the open ones, most recently used first
     std::vector<std::list<std::size_t>::iterator> place;
 
     Implementation(const std::string& path, std::size_t most_open) : most(most_open) {
@@ -139,7 +145,8 @@ struct TokenCorpus::Implementation {
         is_folder = fs::is_directory(path, ignored);
         Shard single;
         if (is_folder) {
-            FENWICK_CHECK(is_corpus_folder(path), "{} is a folder without {}, no corpus (fenwick tokenize makes one)", path, manifest_name);
+            FENWICK_CHECK(is_corpus_folder(path), "{} is a folder without {}, no corpus (fenwick tokenize makes one)", path,
+                          manifest_name);
             manifest = CorpusManifest::read(path);
             check_folder();
         } else {
@@ -174,8 +181,8 @@ struct TokenCorpus::Implementation {
             FENWICK_CHECK(fs::exists(path, error), "{}: shard {} is missing; the corpus has {} shards", folder, shard.file,
                           manifest.shards.size());
             const std::int64_t bytes = size_of_file(path);
-            FENWICK_CHECK(bytes == shard.bytes, "{} has {} bytes; {} says {}: it is cut off, or of another corpus", path, bytes,
-                          manifest_name, shard.bytes);
+            FENWICK_CHECK(bytes == shard.bytes, "{} has {} bytes; {} says {}: it is cut off, or of another corpus", path,
+                          bytes, manifest_name, shard.bytes);
         }
         for (const auto& entry : fs::directory_iterator(folder))
             FENWICK_CHECK(entry.path().extension() != ".h5" || listed.contains(entry.path().filename().string()),
@@ -194,7 +201,8 @@ struct TokenCorpus::Implementation {
         FENWICK_CHECK(file->digest() == listed.digest && file->info().num_tokens == listed.num_tokens &&
                           file->info().num_documents == listed.num_documents &&
                           file->info().tokenizer_identity == manifest.info.tokenizer_identity,
-                      "{} is not the shard that {} lists under this name: its contents are others", file->info().path, manifest_name);
+                      "{} is not the shard that {} lists under this name: its contents are others", file->info().path,
+                      manifest_name);
         if (recent.size() >= most) {
             open[recent.back()].reset();  // whoever uses it still holds it
             recent.pop_back();
@@ -215,13 +223,18 @@ TokenCorpus::TokenCorpus(TokenCorpus&&) noexcept = default;
 
 const TokenFileInfo& TokenCorpus::info() const { return implementation_->manifest.info; }
 std::int64_t TokenCorpus::num_shards() const { return static_cast<std::int64_t>(implementation_->manifest.shards.size()); }
-std::int64_t TokenCorpus::first_token(std::int64_t shard) const { return implementation_->tokens.at(static_cast<std::size_t>(shard)); }
-std::int64_t TokenCorpus::first_document(std::int64_t shard) const { return implementation_->documents.at(static_cast<std::size_t>(shard)); }
+std::int64_t TokenCorpus::first_token(std::int64_t shard) const {
+    return implementation_->tokens.at(static_cast<std::size_t>(shard));
+}
+std::int64_t TokenCorpus::first_document(std::int64_t shard) const {
+    return implementation_->documents.at(static_cast<std::size_t>(shard));
+}
 std::string TokenCorpus::tokenizer_definition() const { return shard(0)->tokenizer_definition(); }
 std::unique_ptr<Tokenizer> TokenCorpus::tokenizer() const { return shard(0)->tokenizer(); }
 
 std::shared_ptr<const TokenFile> TokenCorpus::shard(std::int64_t index) const {
-    FENWICK_CHECK(index >= 0 && index < num_shards(), "{}: shard {} is asked for; the corpus has {}", info().path, index, num_shards());
+    FENWICK_CHECK(index >= 0 && index < num_shards(), "{}: shard {} is asked for; the corpus has {}", info().path, index,
+                  num_shards());
     return implementation_->shard(static_cast<std::size_t>(index));
 }
 
@@ -234,7 +247,8 @@ std::string TokenCorpus::identity() const {
 void TokenCorpus::read(std::int64_t offset, std::int64_t count, std::int32_t* out) const {
     Implementation& self = *implementation_;
     FENWICK_CHECK(offset >= 0 && count >= 0 && offset <= info().num_tokens && count <= info().num_tokens - offset,
-                  "{}: tokens [{}, {}) are asked for; the corpus has {}", info().path, offset, offset + count, info().num_tokens);
+                  "{}: tokens [{}, {}) are asked for; the corpus has {}", info().path, offset, offset + count,
+                  info().num_tokens);
     for (std::size_t index = Implementation::holder(self.tokens, offset); count > 0; ++index) {
         const std::int64_t step = std::min(count, self.tokens[index + 1] - offset);
         self.shard(index)->read(offset - self.tokens[index], step, out);
@@ -246,11 +260,12 @@ void TokenCorpus::read(std::int64_t offset, std::int64_t count, std::int32_t* ou
 
 std::int64_t TokenCorpus::document_offset(std::int64_t index) const {
     Implementation& self = *implementation_;
-    FENWICK_CHECK(index >= 0 && index <= info().num_documents, "{}: document {} is asked for; the corpus has {}", info().path, index,
-                  info().num_documents);
+    FENWICK_CHECK(index >= 0 && index <= info().num_documents, "{}: document {} is asked for; the corpus has {}",
+                  info().path, index, info().num_documents);
     if (index == info().num_documents) return info().num_tokens;
     const std::size_t shard = Implementation::holder(self.documents, index);
-    return self.tokens[shard] + self.shard(shard)->document_offsets()[static_cast<std::size_t>(index - self.documents[shard])];
+    return self.tokens[shard] +
+           self.shard(shard)->document_offsets()[static_cast<std::size_t>(index - self.documents[shard])];
 }
 
 std::int64_t TokenCorpus::document_at(std::int64_t offset) const {
@@ -288,14 +303,13 @@ std::vector<TokenSource> TokenCorpus::sources() const {
         for (std::string line; std::getline(file, line);) {
             line += '\n';
             hash.update(line.data(), line.size());
-            const auto source = nlohmann::json::parse(line);
-            found.push_back({source.at("name"), source.at("bytes"), source.at("sha256")});
+            found.push_back(TokenSource::from_json(line));
         }
     } catch (const nlohmann::json::exception&) {
         fail("{} is damaged: a line of it is not what {} counts on", path, manifest_name);
     }
-    FENWICK_CHECK(hash.hex() == self.manifest.sources_sha256, "{} is damaged: its contents have another checksum than {} says", path,
-                  manifest_name);
+    FENWICK_CHECK(hash.hex() == self.manifest.sources_sha256,
+                  "{} is damaged: its contents have another checksum than {} says", path, manifest_name);
     return found;
 }
 

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/token_file.h"
@@ -16,13 +18,13 @@ inline constexpr std::string_view manifest_name = "manifest.json", sources_name 
 
 struct CorpusManifest {
     struct Shard {
-        std::string file;                    // name in the folder
-        std::int64_t bytes = 0;              // of the file
-        std::string digest;                  // TokenFile::digest()
+        std::string file;        // name in the folder
+        std::int64_t bytes = 0;  // of the file
+        std::string digest;      // TokenFile::digest()
         std::int64_t num_tokens = 0, num_documents = 0, text_bytes = 0, text_words = 0;
     };
-    TokenFileInfo info;          // sums over the shards; path is the folder
-    std::vector<Shard> shards;   // at least one
+    TokenFileInfo info;         // sums over the shards; path is the folder
+    std::vector<Shard> shards;  // at least one
     std::int64_t num_sources = 0;
     std::string sources_sha256;  // of the file `sources_name`
 
@@ -30,6 +32,9 @@ struct CorpusManifest {
     void write(const std::string& folder) const;
     static CorpusManifest read(const std::string& folder);
 };
+
+void to_json(nlohmann::json& json, const CorpusManifest::Shard& shard);
+void from_json(const nlohmann::json& json, CorpusManifest::Shard& shard);
 
 bool is_corpus_folder(const std::string& path);  // holds a manifest
 

@@ -1,7 +1,6 @@
 #include "data/token_file.h"
 
 #include <unistd.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/crc32.h"
 #include "base/error.h"
 #include "base/files.h"
 #include "base/hdf5.h"
@@ -29,21 +29,6 @@ constexpr std::int64_t record_chunk = 1 << 12;      // of the lists with one ele
 
 static_assert(std::endian::native == std::endian::little, "checksums are over little-endian bytes");
 
-// uint16 where it holds every id of the vocabulary.
-std::int64_t token_bytes_for(std::int64_t vocab_size) { return vocab_size <= 65536 ? 2 : 4; }
-
-std::uint32_t crc_of(const void* data, std::size_t bytes, std::uint32_t start = 0) {
-    uLong crc = start;
-    auto* next = static_cast<const Bytef*>(data);
-    while (bytes > 0) {
-        const auto step = static_cast<uInt>(std::min<std::size_t>(bytes, 1 << 30));
-        crc = crc32(crc, next, step);
-        next += step;
-        bytes -= step;
-    }
-    return static_cast<std::uint32_t>(crc);
-}
-
 // Grows a one-dimensional dataset by whole chunks and keeps a CRC-32 of all of it.
 template <class T>
 class Column {
@@ -51,20 +36,26 @@ public:
     Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file) : name_(std::move(name)), chunk_(chunk) {
         file.create_appendable<T>(name_, chunk, deflate);
     }
-    template <class OnChunk>
-    void push(T value, hdf5::File& file, OnChunk&& on_chunk) {
-        pending_.push_back(value);
-        if (static_cast<std::int64_t>(pending_.size()) == chunk_) flush(file, on_chunk);
-    }
     void push(T value, hdf5::File& file) {
-        push(value, file, [](std::uint32_t) {});
+        push(&value, 1, file, [](std::uint32_t) {});
+    }
+    // Values of another integer type that are known to fit.
+    template <class From, class OnChunk>
+    void push(const From* values, std::int64_t count, hdf5::File& file, OnChunk&& on_chunk) {
+        while (count > 0) {
+            const std::int64_t step = std::min(count, chunk_ - static_cast<std::int64_t>(pending_.size()));
+            for (std::int64_t i = 0; i < step; ++i) pending_.push_back(static_cast<T>(values[i]));
+            values += step;
+            count -= step;
+            if (static_cast<std::int64_t>(pending_.size()) == chunk_) flush(file, on_chunk);
+        }
     }
     template <class OnChunk>
     void flush(hdf5::File& file, OnChunk&& on_chunk) {
         if (pending_.empty()) return;
         const std::size_t bytes = pending_.size() * sizeof(T);
-        crc_ = crc_of(pending_.data(), bytes, crc_);
-        on_chunk(crc_of(pending_.data(), bytes));
+        crc_ = crc32_of(pending_.data(), bytes, crc_);
+        on_chunk(crc32_of(pending_.data(), bytes));
         file.append(name_, pending_.data(), static_cast<std::int64_t>(pending_.size()));
         pending_.clear();
     }
@@ -83,6 +74,19 @@ private:
 
 }  // namespace
 
+// A file name need not be UTF-8; JSON must be.
+std::string TokenSource::json() const {
+    return nlohmann::json{{"name", name}, {"bytes", bytes}, {"sha256", sha256}}.dump(-1, ' ', false,
+                                                                                   nlohmann::json::error_handler_t::replace);
+}
+
+TokenSource TokenSource::from_json(std::string_view text) {
+    const auto json = nlohmann::json::parse(text);
+    return {json.at("name"), json.at("bytes"), json.at("sha256")};
+}
+
+std::int64_t token_bytes_for(std::int64_t vocab_size) { return vocab_size <= 65536 ? 2 : 4; }
+
 // ---------------------------------------------------------------------------------------------------- writing
 
 struct TokenFileWriter::Implementation {
@@ -95,7 +99,7 @@ struct TokenFileWriter::Implementation {
     std::unique_ptr<Column<std::uint32_t>> wide;
     std::unique_ptr<Column<std::uint32_t>> chunk_checksums;
     std::unique_ptr<Column<std::int64_t>> offsets, bytes, words;
-    nlohmann::json sources = nlohmann::json::array();
+    std::string sources = "[";  // JSON, which as objects would take much more memory
 
     Implementation(const std::string& path, const Tokenizer& tokenizer, int deflate)
         : temporary(path + ".tmp"), file(hdf5::File::create(temporary)) {
@@ -125,13 +129,13 @@ struct TokenFileWriter::Implementation {
         if (!finished) ::unlink(temporary.c_str());
     }
 
-    void push(std::int32_t id) {
+    void push(const std::int32_t* ids, std::int64_t count) {
         const auto keep_checksum = [&](std::uint32_t crc) { chunk_checksums->push(crc, file); };
         if (narrow)
-            narrow->push(static_cast<std::uint16_t>(id), file, keep_checksum);
+            narrow->push(ids, count, file, keep_checksum);
         else
-            wide->push(static_cast<std::uint32_t>(id), file, keep_checksum);
-        ++info.num_tokens;
+            wide->push(ids, count, file, keep_checksum);
+        info.num_tokens += count;
     }
 };
 
@@ -141,16 +145,14 @@ TokenFileWriter::~TokenFileWriter() = default;
 
 void TokenFileWriter::append(const std::int32_t* ids, std::int64_t count) {
     Implementation& self = *implementation_;
-    for (std::int64_t i = 0; i < count; ++i) {
-        FENWICK_CHECK(ids[i] >= 0 && ids[i] < self.info.vocab_size, "{}: token {} is outside the vocabulary of {}", self.info.path,
-                      ids[i], self.info.vocab_size);
-        self.push(ids[i]);
-    }
+    const auto* bad = std::find_if(ids, ids + count, [&](std::int32_t id) { return id < 0 || id >= self.info.vocab_size; });
+    FENWICK_CHECK(bad == ids + count, "{}: token {} is outside the vocabulary of {}", self.info.path, *bad, self.info.vocab_size);
+    self.push(ids, count);
 }
 
 void TokenFileWriter::end_document(std::int64_t bytes, std::int64_t words) {
     Implementation& self = *implementation_;
-    self.push(self.info.end_of_document);
+    self.push(&self.info.end_of_document, 1);
     self.offsets->push(self.info.num_tokens, self.file);
     self.bytes->push(bytes, self.file);
     self.words->push(words, self.file);
@@ -160,7 +162,9 @@ void TokenFileWriter::end_document(std::int64_t bytes, std::int64_t words) {
 }
 
 void TokenFileWriter::add_source(const TokenSource& source) {
-    implementation_->sources.push_back({{"name", source.name}, {"bytes", source.bytes}, {"sha256", source.sha256}});
+    std::string& sources = implementation_->sources;
+    if (sources.size() > 1) sources += ',';
+    sources += source.json();
 }
 
 TokenFileInfo TokenFileWriter::finish() {
@@ -181,12 +185,11 @@ TokenFileInfo TokenFileWriter::finish() {
     }
     const auto write_bytes = [&](const std::string& name, const std::uint8_t* data, std::size_t size) {
         file.write(name, data, {static_cast<std::int64_t>(size)});
-        file.set_attribute(name, "crc32", std::int64_t{crc_of(data, size)});
+        file.set_attribute(name, "crc32", std::int64_t{crc32_of(data, size)});
     };
     write_bytes("tokenizer/definition", self.definition.data(), self.definition.size());
-    // A file name need not be UTF-8; JSON must be.
-    const std::string sources = self.sources.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-    write_bytes("sources", reinterpret_cast<const std::uint8_t*>(sources.data()), sources.size());
+    self.sources += ']';
+    write_bytes("sources", reinterpret_cast<const std::uint8_t*>(self.sources.data()), self.sources.size());
     file.set_attribute("/", "format", format_name);
     file.set_attribute("/", "version", format_version);
     file.set_attribute("/", "num_tokens", info.num_tokens);
@@ -307,12 +310,12 @@ struct TokenFile::Implementation {
                       "{}: damaged token file: dataset '{}' has shape [{}]; [{}] is needed", info.path, name,
                       fmt::join(found.shape, ", "), count);
         auto values = file.read<T>(name);
-        check_crc(name, crc_of(values.data(), values.size() * sizeof(T)));
+        check_crc(name, crc32_of(values.data(), values.size() * sizeof(T)));
         return values;
     }
     std::string text(const std::string& name) const {
         const auto found = file.read<std::uint8_t>(name);
-        check_crc(name, crc_of(found.data(), found.size()));
+        check_crc(name, crc32_of(found.data(), found.size()));
         return {found.begin(), found.end()};
     }
 
@@ -334,7 +337,7 @@ struct TokenFile::Implementation {
         } catch (const Error& error) {
             fail("{} is damaged: {}", name_of_chunk(index), error.what());
         }
-        const std::uint32_t found = crc_of(data->data(), data->size()), stored = checksums[static_cast<std::size_t>(index)];
+        const std::uint32_t found = crc32_of(data->data(), data->size()), stored = checksums[static_cast<std::size_t>(index)];
         FENWICK_CHECK(found == stored, "{} is damaged: checksum {:08x} is stored, its contents have {:08x}", name_of_chunk(index),
                       stored, found);
         note_position(index, *data);

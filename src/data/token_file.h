@@ -10,6 +10,9 @@
 
 namespace fenwick::data {
 
+// Of a stored token: 2 where that holds every id of the vocabulary, else 4.
+std::int64_t token_bytes_for(std::int64_t vocab_size);
+
 struct TokenFileInfo {
     std::string path;
     std::int64_t num_tokens = 0;     // end-of-document tokens included
@@ -26,6 +29,9 @@ struct TokenSource {
     std::string name;
     std::int64_t bytes = 0;
     std::string sha256;
+
+    std::string json() const;  // one line, {"bytes", "name", "sha256"}
+    static TokenSource from_json(std::string_view text);  // throws nlohmann::json::exception
 };
 
 // Reads a token file. Opening checks the format mark, the completion mark and the sizes; a chunk of tokens and a list of

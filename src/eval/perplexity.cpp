@@ -32,20 +32,20 @@ double PerplexityResult::token_perplexity() const { return std::exp(nll / static
 double PerplexityResult::bits_per_byte() const { return nll / std::numbers::ln2 / static_cast<double>(bytes); }
 double PerplexityResult::word_perplexity() const { return std::exp(nll / static_cast<double>(words)); }
 
-PerplexityResult perplexity(const model::LanguageModel& model, const data::TokenFile& file, const PerplexityOptions& options,
+PerplexityResult perplexity(const model::LanguageModel& model, const data::TokenCorpus& corpus, const PerplexityOptions& options,
                             const std::function<void(std::int64_t, std::int64_t)>& progress) {
     const std::int64_t stride = options.stride == 0 ? options.context : options.stride;
     FENWICK_CHECK(options.context >= 1, "[perplexity] context is {}; at least 1 token is needed", options.context);
     FENWICK_CHECK(stride >= 1 && stride <= options.context, "[perplexity] stride is {}; it must be from 1 to the context, {}",
                   stride, options.context);
     FENWICK_CHECK(options.batch >= 1, "[perplexity] batch is {}; at least 1 is needed", options.batch);
-    const auto& info = file.info();
+    const auto& info = corpus.info();
     FENWICK_CHECK(info.vocab_size <= model.config().vocab_size,
                   "[perplexity] {} has a vocabulary of {}, the model one of {}; use the tokenizer that the model was trained with",
                   info.path, info.vocab_size, model.config().vocab_size);
 
     // The text's tokens of each document, its closing mark left out.
-    const auto& offsets = file.document_offsets();
+    const auto offsets = corpus.document_offsets();
     const std::int64_t limit = options.max_tokens > 0 ? options.max_tokens : info.num_tokens;
     PerplexityResult result;
     std::vector<Window> windows;
@@ -76,7 +76,7 @@ PerplexityResult perplexity(const model::LanguageModel& model, const data::Token
             const std::int64_t mark = window.first == 0 ? 1 : 0;
             tokens.resize(static_cast<std::size_t>(window.length + 1));
             tokens.front() = info.end_of_document;
-            file.read(start - 1 + mark, window.length + 1 - mark, tokens.data() + mark);
+            corpus.read(start - 1 + mark, window.length + 1 - mark, tokens.data() + mark);
             const auto row = static_cast<std::ptrdiff_t>(i - begin) * length;
             std::copy(tokens.begin(), tokens.end() - 1, inputs.begin() + row);
             std::copy(tokens.end() - window.scored, tokens.end(), targets.begin() + row + window.length - window.scored);
@@ -89,7 +89,7 @@ PerplexityResult perplexity(const model::LanguageModel& model, const data::Token
         for (std::size_t i = begin; i < end; ++i) result.tokens += windows[i].scored;
         if (progress) progress(result.tokens, total);
     }
-    // A part of the file is credited with its share of bytes and words.
+    // A part of the corpus is credited with its share of bytes and words.
     const double share = static_cast<double>(total) / static_cast<double>(info.num_tokens - info.num_documents);
     result.bytes = std::llround(share * static_cast<double>(info.text_bytes));
     result.words = std::llround(share * static_cast<double>(info.text_words));

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "data/token_file.h"
+#include "data/corpus.h"
 #include "model/language_model.h"
 
 namespace fenwick::eval {
@@ -12,7 +12,7 @@ struct PerplexityOptions {
     std::int64_t context = 0;     // tokens a prediction may look back on, at most; > 0
     std::int64_t stride = 0;      // new targets a window; 0: context. Smaller: more context a token, more work
     std::int64_t batch = 1;       // windows a forward pass; changes speed only
-    std::int64_t max_tokens = 0;  // score only the first so many tokens of the file; 0: all
+    std::int64_t max_tokens = 0;  // score only the first so many tokens of the corpus; 0: all
 };
 
 struct PerplexityResult {
@@ -29,7 +29,7 @@ struct PerplexityResult {
 // Each document is scored by itself, its first token given the end-of-document mark, in windows of `context` tokens; the
 // tail is kept and nothing is padded into the score. Log-likelihoods are computed in float32 or better and summed in
 // float64. `progress` (may be empty) is called with targets done and in all.
-PerplexityResult perplexity(const model::LanguageModel& model, const data::TokenFile& file, const PerplexityOptions& options,
+PerplexityResult perplexity(const model::LanguageModel& model, const data::TokenCorpus& corpus, const PerplexityOptions& options,
                             const std::function<void(std::int64_t done, std::int64_t total)>& progress = {});
 
 }  // namespace fenwick::eval

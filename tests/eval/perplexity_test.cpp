@@ -21,15 +21,16 @@ model::LanguageModel small_model() {
 class Perplexity : public testing::Test {
 protected:
     // Each text a document.
-    data::TokenFile tokens(const std::vector<std::string>& texts) {
+    data::TokenCorpus tokens(const std::vector<std::string>& texts) {
         data::TokenizeOptions options;
         for (std::size_t i = 0; i < texts.size(); ++i) {
-            options.files.push_back(folder_ / ("text" + std::to_string(i)));
-            test::write_text(options.files.back(), texts[i]);
+            options.inputs.push_back(folder_ / ("text" + std::to_string(i)));
+            test::write_text(options.inputs.back(), texts[i]);
         }
         options.output = folder_ / "tokens.h5";
-        data::tokenize_files(*data::open_tokenizer("bytes"), options);
-        return data::TokenFile(options.output);
+        options.overwrite = true;
+        data::tokenize(*data::open_tokenizer("bytes"), options);
+        return data::TokenCorpus(options.output);
     }
 
     // The definition: each byte given at most `context` tokens before it, from full logits, a token at a time.

@@ -72,8 +72,8 @@ protected:
 fenwick::test::TemporaryFolder* Robustness::folder_ = nullptr;
 
 TEST_F(Robustness, WhatIsNoFileIsRefusedAtOnce) {
+    expect_refused("tokenizer train " + folder_->path() + " -o " + path("c"), "is a folder");
     for (const std::string command : {"tokenizer train ", "tokenize "}) {
-        expect_refused(command + folder_->path() + " -o " + path("c"), "is a folder");
         expect_refused(command + "/dev/zero -o " + path("c"), "/dev/zero is a device");
         expect_refused(command + path("nope") + " -o " + path("c"), "no such file");
     }
