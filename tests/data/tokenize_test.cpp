@@ -232,6 +232,12 @@ TEST_F(Tokenize, SaysWhatIsWrongAndLeavesNothing) {
     EXPECT_EQ(folder_.count(), 4u) << "text files alone";
 }
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool can_kill = false;
+#else
+constexpr bool can_kill = true;
+#endif
+
 // ---- corpora: many files, shards, a validation share
 
 // Files of all kinds: small and long texts, JSON lines, folders, compressed where the program is there.
@@ -451,6 +457,7 @@ TEST_F(TokenizeCorpus, CompressedFilesGiveTheSameTokens) {
 
 // Killed at any report of progress, again and again, and run to its end: the bytes of an unbroken run.
 TEST_F(TokenizeCorpus, AKilledRunIsContinued) {
+    if (!can_kill) GTEST_SKIP() << "the thread sanitizer does not follow a fork";
     for (const bool folder : {true, false}) {
         if (!folder) options_.output = output_;
         set_valid();
@@ -485,6 +492,7 @@ TEST_F(TokenizeCorpus, AKilledRunIsContinued) {
 }
 
 TEST_F(TokenizeCorpus, AnotherRunIsNotMixedIn) {
+    if (!can_kill) GTEST_SKIP() << "the thread sanitizer does not follow a fork";
     ASSERT_TRUE(run_and_kill(options_, *bytes_, 14));
     const std::string work = options_.output + ".partial", restart = ", or --restart to begin anew";
     ASSERT_TRUE(std::filesystem::exists(work + "/journal.json"));
@@ -529,6 +537,7 @@ TEST_F(TokenizeCorpus, AnotherRunIsNotMixedIn) {
 }
 
 TEST_F(TokenizeCorpus, DamagedRemainsAreNotBuiltUpon) {
+    if (!can_kill) GTEST_SKIP() << "the thread sanitizer does not follow a fork";
     options_.commit_bytes = 50000;
     ASSERT_TRUE(run_and_kill(options_, *bytes_, 14));
     const std::string work = options_.output + ".partial";
