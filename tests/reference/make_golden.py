@@ -25,7 +25,7 @@ import reference
 CONSTANTS = ("cu_seqlens", "target", "input_ids")  # inputs without a gradient
 
 
-def compute(op, params, inputs, grad_out):
+def compute(op, params, inputs, grad_out, model_class=reference.Model):
     """All datasets of a case but its inputs. `grad_out(shape)` gives the gradient of the output."""
     if op == "adamw":
         settings = {name: params[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
@@ -33,7 +33,7 @@ def compute(op, params, inputs, grad_out):
     variables = {name: value for name, value in inputs.items() if name not in CONSTANTS}
     if op == "model":
         ids = inputs["input_ids"]
-        through_model, logits = make_vjp(lambda x: reference.Model(params).logits(x, ids))(variables)
+        through_model, logits = make_vjp(lambda x: model_class(params).logits(x, ids))(variables)
         through_loss, loss = make_vjp(lambda x: reference.successors_loss(x, ids))(logits)
         result = {"out/logits": logits, "out/loss": loss}
         gradients = through_model(through_loss(numpy.ones(1)))

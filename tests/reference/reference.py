@@ -278,11 +278,18 @@ class Model:
             shapes[f"{layer}mlp.down_proj.weight"] = (width, self.mlp_width)
         return shapes
 
+    def store(self, kind, x):
+        """Called with every tensor that a program would keep in memory, and with every matrix of a product ("weight")."""
+        return x
+
+    def linear(self, kind, x, weight):
+        return self.store(kind, linear(x, self.store("weight", weight)))
+
     def logits(self, params, ids):
         eps = self.config["norm_eps"]
         embeddings = params[f"params/{self.root}embeddings.weight"]
         mix = self.mamba2 if self.mamba else self.attention if self.type == "transformer" else self.gated_deltanet
-        x = embeddings[ids]
+        x = self.store("stream", embeddings[ids])
         for layer in self.layer_prefixes():
 
             def weight(name, prefix="params/" + layer):
@@ -291,19 +298,22 @@ class Model:
             def mixer_weight(name, prefix=f"params/{layer}{self.mixer}."):
                 return params[prefix + name]
 
-            x = x + mix(rms_norm(x, weight(self.mixer + "_norm.weight"), eps), mixer_weight)
-            y = rms_norm(x, weight("mlp_norm.weight"), eps)
-            y = silu(linear(y, weight("mlp.gate_proj.weight"))) * linear(y, weight("mlp.up_proj.weight"))
-            x = x + linear(y, weight("mlp.down_proj.weight"))
+            y = self.store("norm", rms_norm(x, weight(self.mixer + "_norm.weight"), eps))
+            x = self.store("stream", x + mix(y, mixer_weight))
+            y = self.store("norm", rms_norm(x, weight("mlp_norm.weight"), eps))
+            gate, up = (self.linear("mlp", y, weight(f"mlp.{name}_proj.weight")) for name in ("gate", "up"))
+            branch = self.linear("branch", self.store("mlp", silu(gate) * up), weight("mlp.down_proj.weight"))
+            x = self.store("stream", x + branch)
         head = embeddings if self.config["tie_word_embeddings"] else params["params/lm_head.weight"]
-        return linear(rms_norm(x, params["params/" + self.final_norm], eps), head)
+        return self.linear("logits", self.store("norm", rms_norm(x, params["params/" + self.final_norm], eps)), head)
 
     def attention(self, x, weight):
         theta = self.config["rope_theta"]
-        q = to_heads(linear(x, weight("q_proj.weight")), self.heads)
-        k, v = (to_heads(linear(x, weight(f"{name}_proj.weight")), self.config["num_kv_heads"]) for name in "kv")
-        o = softmax_attention(rope(q, theta, None), rope(k, theta, None), v, None)
-        return linear(merge_heads(o), weight("o_proj.weight"))
+        heads = {"q": self.heads, "k": self.config["num_kv_heads"], "v": self.config["num_kv_heads"]}
+        q, k, v = (to_heads(self.linear("projection", x, weight(f"{name}_proj.weight")), n) for name, n in heads.items())
+        q, k = (self.store("query and key", rope(y, theta, None)) for y in (q, k))
+        o = self.store("scan", softmax_attention(q, k, v, None))
+        return self.linear("branch", merge_heads(o), weight("o_proj.weight"))
 
     def level_scales(self, raw, weight):
         return softplus(weight("L") * to_heads(raw, self.heads)) if self.log_linear else None
@@ -311,32 +321,38 @@ class Model:
     def mamba2(self, x, weight):
         c, H, groups = self.config, self.heads, self.config["n_groups"]
         inner, keys = H * self.head_dim, groups * c["state_size"]
-        projected = linear(x, weight("in_proj.weight"))
+        projected = linear(x, self.store("weight", weight("in_proj.weight")))
         z, xbc, dt, dl = split(projected, [inner, inner + 2 * keys, H, H * self.levels])
-        xbc = causal_conv1d(xbc, weight("conv1d.weight")[:, 0], weight("conv1d.bias"), None)
+        z, xbc, dt, dl = *(self.store("projection", y) for y in (z, xbc)), *(self.store("gate", y) for y in (dt, dl))
+        xbc = self.store("convolution", causal_conv1d(xbc, weight("conv1d.weight")[:, 0], weight("conv1d.bias"), None))
         u, b, c_ = split(xbc, [inner, keys, keys])
         u = to_heads(u, H)
         dt = softplus(dt + weight("dt_bias"))
         g = -np.exp(weight("A_log")) * dt
         lam = self.level_scales(dl, weight)
-        y = ssd(to_heads(c_, groups), to_heads(b, groups), u * dt[..., None], g, lam, None) + weight("D")[:, None] * u
+        v = self.store("value", u * dt[..., None])
+        o = self.store("scan", ssd(to_heads(c_, groups), to_heads(b, groups), v, g, lam, None))
+        y = self.store("skip", o + weight("D")[:, None] * u)
         y = to_heads(merge_heads(y) * silu(z), groups)
         y = rms_norm(y, np.reshape(weight("norm.weight"), (groups, -1)), c["norm_eps"])
-        return linear(merge_heads(y), weight("out_proj.weight"))
+        return self.linear("branch", self.store("gated norm", merge_heads(y)), weight("out_proj.weight"))
 
     def gated_deltanet(self, x, weight):
-        def project(name):
-            return linear(x, weight(f"{name}_proj.weight"))
+        def project(kind, name):
+            return self.linear(kind, x, weight(f"{name}_proj.weight"))
 
         def convolve(name):
-            return to_heads(causal_conv1d(project(name), weight(f"{name}_conv1d.weight")[:, 0], None, None), self.heads)
+            y = causal_conv1d(project("projection", name), weight(f"{name}_conv1d.weight")[:, 0], None, None)
+            return to_heads(self.store("convolution", y), self.heads)
 
         q, k, v = (convolve(name) for name in "qkv")
-        q, k = l2norm(q), l2norm(k)
+        q, k = (self.store("query and key", l2norm(y)) for y in (q, k))
         if not self.log_linear:
-            q = q / self.head_dim**0.5
-        g = -np.exp(weight("A_log")) * softplus(project("a") + weight("dt_bias"))
-        lam = self.level_scales(project("l"), weight) if self.log_linear else None
-        o = gated_delta_rule(q, k, v, g, sigmoid(project("b")), lam, None)
-        o = rms_norm(o, weight("o_norm.weight"), self.config["norm_eps"]) * silu(to_heads(project("g"), self.heads))
-        return linear(merge_heads(o), weight("o_proj.weight"))
+            q = self.store("query and key", q / self.head_dim**0.5)
+        g = -np.exp(weight("A_log")) * softplus(project("gate", "a") + weight("dt_bias"))
+        beta = sigmoid(project("gate", "b"))
+        lam = self.level_scales(project("gate", "l"), weight) if self.log_linear else None
+        o = self.store("scan", gated_delta_rule(q, k, v, g, beta, lam, None))
+        gate = silu(to_heads(project("projection", "g"), self.heads))
+        o = self.store("gated norm", rms_norm(o, weight("o_norm.weight"), self.config["norm_eps"]) * gate)
+        return self.linear("branch", merge_heads(o), weight("o_proj.weight"))

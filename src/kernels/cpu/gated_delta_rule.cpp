@@ -27,10 +27,10 @@
 //   dK = (dQK . D)' Q + (B + B') K + beta e dKh + E dKb,   B = beta_t D_ts dA_ts
 //   dbeta_t = v_t.d(beta V)_t + e_t k_t.dKh_t + sum_s dA_ts (k_t.k_s) D_ts
 //   dlambda[t, l] = sum over s of level l of (dO (beta V)')_ts M_ts, or Qb_t.(dO S_l')_t
-// Every term of o_t has the factor exp(Gamma_t - Gamma_s), so dg_r is the sum over t >= r > s of what s gives to o_t.do_t: terms
-// of (dO (beta V)' . Lambda . M) inside the chunk, Qb_t.dQb_t (o's share of the states that entered) for t >= r, Y_s.dY_s (the
-// share of the new state) for s < r, and P.dP of the states that pass. (As sums of o_t.do_t - v_t.dv_t the terms that do not
-// span r would have to cancel, and their rounding would add up in the gradients of A_log and dt_bias.)
+// Every term of o_t has the factor exp(Gamma_t - Gamma_s), so dg_r is the sum over t >= r > s of what s gives to o_t.do_t:
+// terms of (dO (beta V)' . Lambda . M) inside the chunk, Qb_t.dQb_t (o's share of the states that entered) for t >= r, Y_s.dY_s
+// (the share of the new state) for s < r, and P.dP of the states that pass. (In sums of o_t.do_t - v_t.dv_t the terms that do
+// not span r would have to cancel, and their rounding would add up in the gradients of A_log and dt_bias.)
 //
 // States entering a segment are kept (about sqrt(chunks) of them); those inside are recomputed, one segment at a time.
 #include "kernels/gated_delta_rule.h"
