@@ -53,6 +53,7 @@ struct Copy {
 struct Arrival {
     std::vector<Copy> copies;
     Barrier* barrier;
+    std::size_t units = 1;  // arrivals, or 16 bytes each
 };
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -115,7 +116,7 @@ void complete_arrival(std::size_t index) {
     const Arrival last = std::move(arrivals.back());
     arrivals.pop_back();
     complete(last.copies);
-    arrive(last.barrier);
+    for (std::size_t i = 0; i < last.units; ++i) arrive(last.barrier);
 }
 
 // Runs the ready threads of a warp up to their next stop; whether anything ran.
@@ -233,6 +234,18 @@ void arrive(Barrier* barrier) {
 void arrive_after_copies(Barrier* barrier) {
     arrivals.push_back({std::move(current().copies), barrier});
     current().copies.clear();
+}
+void arrive_expecting(Barrier* barrier, int bytes) {
+    barrier->missing = static_cast<std::uint16_t>(barrier->missing + bytes / 16);
+    arrive(barrier);
+}
+void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
+    if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0 ||
+        bytes % 16 != 0)
+        stop("a bulk copy of no multiple of 16 bytes");
+    const auto count = static_cast<std::size_t>(bytes);
+    std::memset(to, 0xff, count);
+    arrivals.push_back({{{to, from, count, true}}, barrier, count / 16});
 }
 void wait(const Barrier* barrier, int parity) {
     if (phase_ended(*barrier, parity)) return;

@@ -47,9 +47,10 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 namespace emulation {
 inline int compute_capability = 9;  // its major number: kernels that need a newer GPU are not chosen
 }
-inline constexpr int cudaDevAttrComputeCapabilityMajor = 0;
-inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
-    *value = emulation::compute_capability;
+inline constexpr int cudaDevAttrComputeCapabilityMajor = 0, cudaDevAttrMultiProcessorCount = 1;
+inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
+    // So few multiprocessors that blocks which stay take several units of work.
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : emulation::compute_capability;
     return cudaSuccess;
 }
 // The limit of a Hopper GPU.
@@ -135,6 +136,9 @@ void initialize(Barrier* barrier, int arrivals);
 void arrive(Barrier* barrier);
 void arrive_after_copies(Barrier* barrier);
 void wait(const Barrier* barrier, int parity);
+// Bytes that bulk copies bring count as an arrival for each 16.
+void arrive_expecting(Barrier* barrier, int bytes);
+void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier);
 // Waits for the other threads of the team of 128.
 void synchronize_team(int id);
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "base/memory.h"
+#include "cuda_emulation.h"
 #include "kernels/gated_delta_rule.h"
 #include "support/reference_gated_delta_rule.h"
 
@@ -84,9 +85,11 @@ void round_inputs(Problem& problem, DType dtype) {
         for (auto& x : *values) x = static_cast<float>(x);
 }
 
-void check(Problem problem, DType dtype) {
-    SCOPED_TRACE(fmt::format("{} tokens, {}, K {}, V {}, levels {}", problem.tokens(), name_of(dtype), problem.key_width,
-                             problem.value_width, problem.levels));
+// Returns every result, one after another.
+std::vector<double> check_on(int compute_capability, Problem problem, DType dtype) {
+    SCOPED_TRACE(fmt::format("{} tokens, {}, K {}, V {}, levels {}, compute capability {}", problem.tokens(), name_of(dtype),
+                             problem.key_width, problem.value_width, problem.levels, compute_capability));
+    emulation::compute_capability = compute_capability;
     round_inputs(problem, dtype);
     Random numbers(5, 3);
     std::vector<double> gradient(problem.v.size());
@@ -146,6 +149,18 @@ void check(Problem problem, DType dtype) {
     EXPECT_LT(rms_ratio(dg.values(), problem.dg), gradient_bound);
     EXPECT_LT(rms_ratio(dbeta.values(), problem.dbeta), gradient_bound);
     EXPECT_LT(rms_ratio(dlevel_scales.values(), problem.dlevel_scales), gradient_bound);
+    std::vector<double> all;
+    for (const Array* array : {&o, &dq, &dk, &dv, &dg, &dbeta, &dlevel_scales}) {
+        const auto values = array->values();
+        all.insert(all.end(), values.begin(), values.end());
+    }
+    return all;
+}
+
+// The walks of Hopper are for bfloat16.
+void check(const Problem& problem, DType dtype) {
+    check_on(8, problem, dtype);
+    if (dtype == DType::bfloat16) check_on(9, problem, dtype);
 }
 
 TEST(GatedDeltaRuleEmulation, OneChunk) {
@@ -165,8 +180,27 @@ TEST(GatedDeltaRuleEmulation, PackedDocumentsAndClampedLevels) {
     check(Problem::random({0, 130, 131}, 1, 16, 8, 5, 6, 0.02), DType::float32);
 }
 
+// Trees deeper than a group of chunks, whole and cut off, and a chain of the last level behind them.
+TEST(GatedDeltaRuleEmulation, LongTrees) {
+    check_on(9, Problem::random({0, 1290}, 1, 16, 8, 13, 10, 0.01), DType::bfloat16);
+    check_on(9, Problem::random({0, 1024, 1164}, 1, 16, 8, 13, 11, 0.01), DType::bfloat16);
+    check_on(9, Problem::random({0, 1300}, 1, 16, 8, 10, 12, 0.01), DType::bfloat16);
+    check_on(9, Problem::random({0, 1290}, 1, 16, 8, 12, 13, 0.01), DType::bfloat16);
+}
+
 TEST(GatedDeltaRuleEmulation, SeveralTilesOfKeysAndValues) {
-    check(Problem::random({0, 200}, 1, 72, 72, 9, 7, 0.05), DType::bfloat16);
+    check(Problem::random({0, 200}, 1, 72, 72, 9, 7, 0.01), DType::bfloat16);
+    check(Problem::random({0, 300}, 2, 192, 136, 10, 14, 0.01), DType::bfloat16);
+    check(Problem::random({0, 200}, 1, 136, 192, 0, 15, 0.01), DType::bfloat16);
+}
+
+// The order in which warps advance and copies arrive is another one each time.
+TEST(GatedDeltaRuleEmulation, RepeatsBitForBit) {
+    for (std::int64_t levels : {0, 11}) {
+        const auto problem = Problem::random({0, 330, 331, 420}, 1, 24, 24, levels, 16, 0.02);
+        const auto first = check_on(9, problem, DType::bfloat16);
+        for (int repeat = 0; repeat < 2; ++repeat) EXPECT_EQ(check_on(9, problem, DType::bfloat16), first);
+    }
 }
 
 // Odd widths and strides: no 16-byte copies.

@@ -8,9 +8,8 @@
 //   S_l <- e_last S_l + Y' T_l,   T_l = -Kh S_l  (the level that takes the chunk's new state: beta V - Kh sum of merged S)
 // which advance_states does chunk after chunk, a block for 64 columns of a document's and head's states: columns never mix.
 // States are carried in float32 in global memory (a block's own, so they stay in the L2 cache) and multiplied as T.
-// Of the time (H200, bfloat16, 4 x 16K tokens, 6 heads of 192 x 384, log-linear: 8.8 ms forward, 29 backward) these walks
-// take nine tenths forward and three quarters backward: 144 blocks, probably limited by what warps read of shared memory (8
-// warps a block instead of 4, each with a narrower tile, took 1.2 times as long).
+// On Hopper, in bfloat16, walk_states does the same with states in registers and levels side by side
+// (gated_delta_rule_walk.cuh); advance_states and retreat_states are for all else.
 //
 // Backward, with dS_l the gradients of the states that leave:
 //   Z_l = Y dS_l,   dS_l <- e_last dS_l - Kh' Z_l + diag(lambda_l Qb)' dO                       retreat_states
@@ -18,7 +17,7 @@
 //   d(beta V) = (M . Lambda)' dO + Z_new, and the rest within the chunk                          chunk_gradients
 // The gradient of g is taken from every factor e, D, E it is part of, not from o.do - v.dv: in bfloat16 those would have to
 // cancel. Work goes through the sequence in rounds of chunks, the last first: only one round's states are in memory, and
-// those that enter each round.
+// those that enter each round. walk_states takes the whole sequence as one round.
 //
 // T = float and bfloat16 share the code (tile.cuh). No atomics; sums have a fixed order.
 #include "kernels/gated_delta_rule.h"
@@ -29,6 +28,7 @@
 #include <vector>
 
 #include "kernels/cuda/common.cuh"
+#include "kernels/cuda/gated_delta_rule_walk.cuh"
 #include "kernels/cuda/tile.cuh"
 
 namespace fenwick::kernels::cuda {
@@ -39,45 +39,24 @@ using tile::area;
 using tile::edge;
 using tile::threads;
 using tile::Unscaled;
+using walk::ChunkInfo;
+using walk::inside_levels;
+using walk::place_of;
+using walk::slots_before;
+using walk::Transition;
+using walk::transition_after;
 
-constexpr int inside_levels = 7;  // levels 0..6 are inside a chunk of 2^6 tokens
 constexpr int max_key_tiles = 8;
 constexpr int matrix_stride = edge + 1;  // of float32 matrices in shared memory
 
 // ---- geometry --------------------------------------------------------------------------------------------------------
 
-struct ChunkInfo {
-    std::int64_t token;  // its first
-    std::int32_t rows;   // tokens in it, 1..64
-    std::int32_t index;  // in its document
-    std::int32_t has_next;
-    std::int32_t entering, leaving;  // in its round: states that enter chunks before it, and that leave them
-};
 // A document's chunks in one round.
 struct StreamInfo {
     std::int32_t first, count;  // chunks
     std::int32_t document;
 };
 
-// Which slots (levels from 7 on; the last one is all levels that share the last level scale) are in use before chunk c.
-__host__ __device__ __forceinline__ int slots_before(int c, int slots) {
-    const int top = 1 << (slots - 1);
-    return (c & (top - 1)) | (c >= top ? top : 0);
-}
-// How the states entering chunk c become those entering chunk c + 1: `merged` ones and the new state go to slot
-// `destination`, `kept` ones stay.
-struct Transition {
-    int destination, merged, kept;
-};
-__host__ __device__ __forceinline__ Transition transition_after(int c, int slots) {
-    const int used = slots_before(c, slots);
-    int destination = 0;
-    while (destination < slots - 1 && (c >> destination & 1) != 0) ++destination;
-    int merged = used & ((1 << destination) - 1);
-    if (destination == slots - 1) merged |= used & (1 << (slots - 1));
-    return {destination, merged, used & ~merged};
-}
-__device__ __forceinline__ int place_of(int used, int slot) { return __popc(used & ((1 << slot) - 1)); }
 __device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
 
 // Everything the kernels see. Tiles are 64 x 64; those in the workspace are laid out as in shared memory (tile::offset),
@@ -100,8 +79,9 @@ struct Problem {
     T *query, *key_start, *left_key;  // Qb, Kh, Y: key tiles
     float* decay;                     // e_last
     // of the present round
-    T *states, *d_states;               // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
-    T *steps, *d_steps;                 // T_l, Z_l: [leaving states, H, V tiles]
+    T *states, *d_states;  // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
+    T *steps, *d_steps;    // T_l, Z_l: [leaving states, H, V tiles]
+    bool own_steps;        // instead, T of each entering state by itself, and one more a chunk that none meets in slot 0
     float *d_query, *d_start, *d_left;  // dQb; -sum_l Z_l S_l'; dY, then X dY: [round's chunks, H, K tiles]
     float* scale_parts;                 // [K tiles, round's chunks, H, slots, 64]
     float* flow_parts;                  // [K tiles, round's chunks, H]: e_last sum_l <dS_l, S_l>
@@ -826,6 +806,9 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
     const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
     const std::int64_t parts = static_cast<std::int64_t>(kt) * gridDim.x * p.heads + local;
 
+    const std::int64_t own_steps =
+        p.state_at(c.entering + first_chunk + static_cast<int>(blockIdx.x), used_count + 1, h, 0) * VT;
+
     load_slot_scales(p, scales, c, h, used);
     Accumulator d_query, d_start, d_left;
     d_query.clear();
@@ -837,7 +820,8 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
         const std::int64_t entering = p.state_at(c.entering, used_count, h, place_of(used, slot)) * VT;
         const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * VT;
         // The states that merge share what leaves: the first of them takes its step.
-        const bool with_step = (transition.kept >> slot & 1) != 0 || slot == __ffs(transition.merged) - 1;
+        const bool with_step = p.own_steps || (transition.kept >> slot & 1) != 0 || slot == __ffs(transition.merged) - 1;
+        const std::int64_t steps = p.own_steps ? own_steps + place_of(used, slot) * VT : leaving;
         Accumulator read;  // dO S'
         read.clear();
         for (int vt = 0; vt < VT; ++vt) {
@@ -847,7 +831,7 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             if (c.has_next != 0) {
                 load_tile(z, p.d_steps + (leaving + vt) * area);
                 load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
-                if (with_step) load_tile(step, p.steps + (leaving + vt) * area);
+                if (with_step) load_tile(step, p.steps + (steps + vt) * area);
             }
             tile::commit_async();
             wait_for_tiles();
@@ -890,9 +874,10 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
 
     if (transition.merged == 0) {
         const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, transition.destination)) * VT;
+        const std::int64_t steps = p.own_steps ? own_steps + used_count * VT : leaving;
         for (int vt = 0; vt < VT; ++vt) {
             __syncthreads();
-            load_tile(step, p.steps + (leaving + vt) * area);
+            load_tile(step, p.steps + (steps + vt) * area);
             load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
             tile::commit_async();
             wait_for_tiles();
@@ -1206,6 +1191,11 @@ constexpr std::int64_t round_bytes = 64 << 10;  // so that short sequences have 
 constexpr std::int64_t round_bytes = std::int64_t{640} << 20;
 #endif
 
+// Walks on Hopper take all chunks at once, where the states take no more than this; the gradients take as much, and steps
+// two thirds of it (at K 192).
+constexpr std::int64_t walk_bytes = std::int64_t{5} << 30;
+constexpr std::int64_t unlimited = std::int64_t{1} << 40;  // states of a round
+
 // The tables of a layout on one device. Every layer of a model asks for the same layout, so the last few are kept.
 struct Layout {
     std::vector<std::int64_t> offsets;
@@ -1219,9 +1209,12 @@ struct Layout {
     std::vector<Round> rounds;
     int chunks = 0;
     std::int64_t longest_round = 0, most_entering = 0, most_leaving = 0;
+    walk::Schedule schedule;
     Buffer memory;
     const ChunkInfo* chunk_info = nullptr;
     const StreamInfo* stream_info = nullptr;
+    const walk::Segment* segments = nullptr;
+    const walk::Item* items = nullptr;
 };
 
 // Rounds hold at most about `round_limit` entering states of a head.
@@ -1273,15 +1266,29 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
         layout->rounds.push_back(round);
     }
     layout->chunks = static_cast<int>(chunks.size());
-    const std::size_t chunk_bytes = chunks.size() * sizeof(ChunkInfo), stream_bytes = streams.size() * sizeof(StreamInfo);
-    const auto start = static_cast<std::size_t>(round_up(static_cast<std::int64_t>(chunk_bytes), 256));
-    layout->memory = workspace(exec, static_cast<std::int64_t>(start + stream_bytes));
-    auto* base = layout->memory.as<unsigned char>();
-    // Pageable host memory is staged before the call returns.
-    FENWICK_CUDA_CHECK(cudaMemcpyAsync(base, chunks.data(), chunk_bytes, cudaMemcpyHostToDevice, stream_of(exec)));
-    FENWICK_CUDA_CHECK(cudaMemcpyAsync(base + start, streams.data(), stream_bytes, cudaMemcpyHostToDevice, stream_of(exec)));
-    layout->chunk_info = reinterpret_cast<const ChunkInfo*>(base);
-    layout->stream_info = reinterpret_cast<const StreamInfo*>(base + start);
+    std::vector<std::int64_t> counts;
+    for (std::int64_t d = 0; d < sequences.count; ++d) counts.push_back(chunks_of(d));
+    layout->schedule = walk::ScheduleBuilder(counts, slots).take();
+
+    std::int64_t bytes = 0;
+    const auto place = [&bytes](const auto& table) {
+        const std::int64_t at = bytes;
+        bytes += round_up(static_cast<std::int64_t>(table.size() * sizeof(table[0])), 256);
+        return at;
+    };
+    const auto chunks_at = place(chunks), streams_at = place(streams), segments_at = place(layout->schedule.segments),
+               items_at = place(layout->schedule.items);
+    layout->memory = workspace(exec, bytes);
+    const auto upload = [&]<class E>(const E*& to, const std::vector<E>& table, std::int64_t at) {
+        to = reinterpret_cast<const E*>(layout->memory.as<unsigned char>() + at);
+        // Pageable host memory is staged before the call returns.
+        FENWICK_CUDA_CHECK(cudaMemcpyAsync(layout->memory.as<unsigned char>() + at, table.data(), table.size() * sizeof(E),
+                                           cudaMemcpyHostToDevice, stream_of(exec)));
+    };
+    upload(layout->chunk_info, chunks, chunks_at);
+    upload(layout->stream_info, streams, streams_at);
+    upload(layout->segments, layout->schedule.segments, segments_at);
+    upload(layout->items, layout->schedule.items, items_at);
     return layout;
 }
 
@@ -1332,12 +1339,12 @@ private:
 // launch() with the dynamic shared memory limit raised.
 template <class... Parameters, class... Arguments>
 void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
-                  Arguments&&... arguments) {
+                  int block, Arguments&&... arguments) {
     if (shared_bytes > 48 * 1024)
         FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(shared_bytes)));
-    launch(op, exec, kernel, grid, dim3(threads), shared_bytes, std::forward<Arguments>(arguments)...);
+    launch(op, exec, kernel, grid, dim3(static_cast<unsigned>(block)), shared_bytes, std::forward<Arguments>(arguments)...);
 }
 
 bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
@@ -1410,6 +1417,98 @@ void add_chunk_workspace(Arena& arena, Problem<T>& p, std::int64_t chunks) {
     arena.add(&p.decay, count);
 }
 
+// ---- walks on Hopper -------------------------------------------------------------------------------------------------
+
+// Whether walk_states runs here: bfloat16 in aligned rows, keys of at most 3 tiles, a GPU with wgmma.
+template <class T>
+bool has_walks(const Exec& exec, const Problem<T>& p, const void* output) {
+    if (!std::is_same_v<T, Bfloat16> || p.key_tiles > 3 || !p.wide_v || !is_wide(sizeof(T), output, {p.value_width}))
+        return false;
+    int major = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
+    return major == 9;
+}
+int multiprocessors(const Exec& exec) {
+    int count = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index));
+    return count;
+}
+
+walk::Walk make_walk(const Problem<Bfloat16>& p, const Layout& layout) {
+    walk::Walk w{};
+    w.heads = p.heads;
+    w.value_width = p.value_width;
+    w.value_tiles = p.value_tiles;
+    w.levels = p.levels;
+    w.slots = p.slots;
+    w.v_stride = p.v_stride;
+    w.chunks = layout.chunk_info;
+    w.segments = layout.segments;
+    w.v = p.v;
+    w.beta = p.beta;
+    w.level_scales = p.level_scales;
+    w.key_start = p.key_start;
+    w.left_key = p.left_key;
+    w.query = p.query;
+    w.weights = p.weights;
+    w.decay = p.decay;
+    w.o = p.o;
+    return w;
+}
+// What a walk needs besides: w.buckets, w.parked.
+void add_walk_workspace(Arena& arena, const Exec& exec, walk::Walk& w, const Layout& layout, int key_tiles) {
+    const std::int64_t state = std::int64_t{key_tiles} * area;
+    arena.add(&w.buckets, std::int64_t{layout.schedule.buckets} * w.heads * w.value_tiles * state);
+    arena.add(&w.parked, std::int64_t{multiprocessors(exec)} * walk::consumers_limit * (walk::group_levels - 1) * state);
+}
+template <walk::Purpose purpose>
+void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layout, int key_tiles) {
+    const int processors = multiprocessors(exec);
+    const auto run = [&](auto kt) {
+        const auto& passes = layout.schedule.passes;
+        for (std::size_t i = 0; i < passes.size(); ++i) {
+            const auto& pass = passes[purpose == walk::Purpose::gradients ? passes.size() - 1 - i : i];
+            // Two value tiles share a chunk's operands, unless the GPU has room for them apart.
+            const std::int64_t apart = std::int64_t{pass.count} * w.heads * w.value_tiles;
+            const int consumers = apart <= processors ? 1 : walk::consumers_limit;
+            w.items = layout.items + pass.first;
+            w.value_blocks = static_cast<int>(ceil_div(w.value_tiles, consumers));
+            w.units = std::int64_t{pass.count} * w.heads * w.value_blocks;
+            launch_tiles(op, exec, walk::walk_states<kt(), purpose>,
+                         dim3(static_cast<unsigned>(std::min<std::int64_t>(w.units, processors))),
+                         static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(consumers)), (consumers + 1) * 128, w);
+        }
+    };
+    if (key_tiles == 1) return run(std::integral_constant<int, 1>{});
+    if (key_tiles == 2) return run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 3>{});
+}
+
+// Outputs from prepare_chunks' results.
+void walk_forward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, const Layout& layout) {
+    walk::Walk w = make_walk(p, layout);
+    Arena arena;
+    add_walk_workspace(arena, exec, w, layout, p.key_tiles);
+    arena.add(&w.sums, p.slots > 1 ? std::int64_t{layout.chunks} * p.heads * p.value_tiles * area : 0);
+    arena.allocate(exec);
+    run_walk<walk::Purpose::outputs>(op, exec, w, layout, p.key_tiles);
+}
+// States, steps and their gradients, of all chunks at once.
+void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, const Layout& layout) {
+    walk::Walk w = make_walk(p, layout);
+    Arena arena;
+    add_walk_workspace(arena, exec, w, layout, p.key_tiles);
+    arena.allocate(exec);
+    w.states = p.states;
+    w.steps = p.steps;
+    run_walk<walk::Purpose::states>(op, exec, w, layout, p.key_tiles);
+    w.v = p.d_o;
+    w.v_stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+    w.states = p.d_states;
+    w.steps = p.d_steps;
+    run_walk<walk::Purpose::gradients>(op, exec, w, layout, p.key_tiles);
+}
+
 }  // namespace
 
 void gated_delta_rule_forward(const Exec& exec, const GatedDeltaRule& args) {
@@ -1417,23 +1516,26 @@ void gated_delta_rule_forward(const Exec& exec, const GatedDeltaRule& args) {
     const OperatorScope scope(op, exec);
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
         Problem<T> p = make_problem<T>(op, args);
-        const auto layout = layout_of(exec, args.sequences, p.slots, std::int64_t{1} << 40);
+        const auto layout = layout_of(exec, args.sequences, p.slots, unlimited);
         p.chunks = layout->chunk_info;
         p.streams = layout->stream_info;
         p.o = static_cast<T*>(args.o);
         const std::int64_t chunks = layout->chunks, heads = p.heads;
-        float* master = nullptr;
         Arena arena;
         add_chunk_workspace(arena, p, chunks);
         arena.add(&p.weights, chunks * heads * area);
-        arena.add(&master, args.sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
+        const bool walks = has_walks(exec, p, args.o);
+        float* master = nullptr;
+        if (!walks) arena.add(&master, args.sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
         arena.allocate(exec);
         launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
-                     4 * area * sizeof(T) + sizeof(PrepareShared), p);
+                     4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+        if constexpr (std::is_same_v<T, Bfloat16>)
+            if (walks) return walk_forward(op, exec, p, *layout);
         dispatch_key_tiles(p, [&](auto kt) {
             launch_tiles(op, exec, advance_states<T, kt()>,
                          dim3(static_cast<unsigned>(args.sequences.count * heads), static_cast<unsigned>(p.value_tiles)),
-                         walk_shared(p, 3), p, 0, static_cast<const float*>(master), master);
+                         walk_shared(p, 3), threads, p, 0, static_cast<const float*>(master), master);
         });
     });
 }
@@ -1446,12 +1548,15 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
         const std::int64_t heads = p.heads, state = static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
         const std::int64_t limit =
             std::max<std::int64_t>(1, round_bytes / (heads * state * static_cast<std::int64_t>(sizeof(T))));
-        const auto layout = layout_of(exec, args.sequences, p.slots, limit);
+        p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
+        auto layout = layout_of(exec, args.sequences, p.slots, unlimited);
+        p.own_steps = p.wide_o && has_walks(exec, p, args.d_o) &&
+                      layout->most_entering * heads * state * static_cast<std::int64_t>(sizeof(T)) <= walk_bytes;
+        if (!p.own_steps) layout = layout_of(exec, args.sequences, p.slots, limit);
         const auto rounds = static_cast<std::int64_t>(layout->rounds.size());
         p.chunks = layout->chunk_info;
         p.streams = layout->stream_info;
         p.d_o = static_cast<const T*>(args.d_o);
-        p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
         p.dq = static_cast<T*>(args.dq);
         p.dk = static_cast<T*>(args.dk);
         p.dv = static_cast<T*>(args.dv);
@@ -1470,11 +1575,12 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
         add_chunk_workspace(arena, p, layout->chunks);
         arena.add(&p.inverse, static_cast<std::int64_t>(layout->chunks) * heads * area);
         arena.add(&p.mix, static_cast<std::int64_t>(layout->chunks) * heads * area);
-        arena.add(&masters, (rounds + 1) * master_size);
-        arena.add(&gradients, master_size);
+        if (!p.own_steps) arena.add(&masters, (rounds + 1) * master_size);
+        if (!p.own_steps) arena.add(&gradients, master_size);
         arena.add(&states, layout->most_entering * heads * state);
         arena.add(&p.d_states, layout->most_leaving * heads * state);
-        arena.add(&steps, layout->most_leaving * heads * p.value_tiles * area);
+        arena.add(&steps, (p.own_steps ? layout->most_entering + layout->chunks : layout->most_leaving) * heads *
+                              p.value_tiles * area);
         arena.add(&p.d_steps, layout->most_leaving * heads * p.value_tiles * area);
         arena.add(&p.d_query, round_keys);
         arena.add(&p.d_start, round_keys);
@@ -1485,34 +1591,38 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
 
         const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
         launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(layout->chunks), head_blocks),
-                     4 * area * sizeof(T) + sizeof(PrepareShared), p);
+                     4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
         const auto advance = [&](std::int64_t r, float* to) {
             const auto& round = layout->rounds[static_cast<std::size_t>(r)];
             dispatch_key_tiles(p, [&](auto kt) {
                 launch_tiles(op, exec, advance_states<T, kt()>,
-                             dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2), p,
-                             round.first_stream, static_cast<const float*>(masters + r * master_size), to);
+                             dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2),
+                             threads, p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
             });
         };
         for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
         p.states = states;
         p.steps = steps;
+        if constexpr (std::is_same_v<T, Bfloat16>)
+            if (p.own_steps) walk_backward(op, exec, p, *layout);
         for (std::int64_t r = rounds; r-- > 0;) {
             const auto& round = layout->rounds[static_cast<std::size_t>(r)];
             const auto chunks = static_cast<unsigned>(round.chunks);
             if (round.leaving > 0 || round.entering > 0) {
-                advance(r, masters + rounds * master_size);
-                dispatch_key_tiles(p, [&](auto kt) {
-                    launch_tiles(op, exec, retreat_states<T, kt()>,
-                                 dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 3),
-                                 p, round.first_stream, gradients);
-                });
+                if (!p.own_steps) {
+                    advance(r, masters + rounds * master_size);
+                    dispatch_key_tiles(p, [&](auto kt) {
+                        launch_tiles(op, exec, retreat_states<T, kt()>,
+                                     dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
+                                     walk_shared(p, 3), threads, p, round.first_stream, gradients);
+                    });
+                }
                 launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
-                             5 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float), p,
-                             round.first_chunk);
+                             5 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float),
+                             threads, p, round.first_chunk);
             }
             launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks),
-                         6 * area * sizeof(T) + sizeof(GradientShared), p, round.first_chunk);
+                         6 * area * sizeof(T) + sizeof(GradientShared), threads, p, round.first_chunk);
         }
     });
 }

@@ -1,0 +1,739 @@
+// The walks of the gated delta rule over chunks on Hopper, bfloat16 (names as in gated_delta_rule.cu).
+//
+// A warpgroup keeps the transpose of 64 value columns of one state in registers as wgmma accumulators, [64, K]. In bfloat16
+// they are at once the A operand of what reads them, and the step that they take is that of the update: a step of the chain
+//   T' = (beta V)' - S' Kh',   S' <- e_last S' + T' Y,   O' = S' Qb'
+// touches shared memory only for the chunk's own Kh, Y, Qb, which a producer warp copies there ahead of time.
+//
+// What parallelism there is in time comes from the levels. The bucket tree (kernels/levels.h) over chunks is built level by
+// level: a node's left bucket is carried through the chunks of its right sibling, read there by every token, and the right
+// bucket, built elsewhere, is added at the end. Nodes of a level do not depend on each other. Groups of 8 chunks are done by
+// one block, depth first, so that their buckets need no memory; above, a launch a level. The last level, which takes in all
+// levels that share the last level scale, is a chain along the document, and so is the linear rule.
+//
+// Outputs of a chunk's levels are added in float32, lowest level first: the first one also takes what is inside the chunk,
+// the last one writes o.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/cuda/asynchronous.cuh"
+#include "kernels/cuda/common.cuh"
+
+namespace fenwick::kernels::cuda::walk {
+
+using asynchronous::Barrier;
+using tile::area;
+using tile::bf16;
+using tile::edge;
+
+// ---- chunks and slots ------------------------------------------------------------------------------------------------
+
+constexpr int inside_levels = 7;  // levels 0..6 are inside a chunk of 2^6 tokens
+
+struct ChunkInfo {
+    std::int64_t token;  // its first
+    std::int32_t rows;   // tokens in it, 1..64
+    std::int32_t index;  // in its document
+    std::int32_t has_next;
+    std::int32_t entering, leaving;  // in its round: states that enter chunks before it, and that leave them
+};
+
+// Which slots (levels from 7 on; the last one is all levels that share the last level scale) are in use before chunk c.
+__host__ __device__ __forceinline__ int slots_before(int c, int slots) {
+    const int top = 1 << (slots - 1);
+    return (c & (top - 1)) | (c >= top ? top : 0);
+}
+
+// How the states entering chunk c become those entering chunk c + 1: `merged` ones and the new state go to slot
+// `destination`, `kept` ones stay.
+struct Transition {
+    int destination, merged, kept;
+};
+__host__ __device__ __forceinline__ Transition transition_after(int c, int slots) {
+    const int used = slots_before(c, slots);
+    int destination = 0;
+    while (destination < slots - 1 && (c >> destination & 1) != 0) ++destination;
+    int merged = used & ((1 << destination) - 1);
+    if (destination == slots - 1) merged |= used & (1 << (slots - 1));
+    return {destination, merged, used & ~merged};
+}
+__device__ __forceinline__ int place_of(int used, int slot) { return __popc(used & ((1 << slot) - 1)); }
+
+// ---- schedule --------------------------------------------------------------------------------------------------------
+
+constexpr int none = -1, parked = -2;  // buckets: an index, or none, or parked - n: the n-th of the block's own
+
+// A state's way through chunks of a document.
+struct Segment {
+    std::int32_t first, count;
+    std::int16_t slot;                    // it is read there in this slot, where that is in use
+    std::int8_t input;                    // the chunks' own keys and values enter it
+    std::int8_t kept;                     // it starts as the last segment's end; else as `source`
+    std::int32_t source, addend, target;  // buckets: the start, what is added at the end, where to store the sum
+};
+// Segments that one block does in order.
+struct Item {
+    std::int32_t first, count;
+};
+// Items that do not depend on each other: a launch.
+struct Pass {
+    std::int32_t first, count;
+};
+struct Schedule {
+    std::vector<Segment> segments;
+    std::vector<Item> items;
+    std::vector<Pass> passes;
+    int buckets = 0;
+};
+
+constexpr int group_levels = 3;  // of the tree inside a group of chunks
+
+class ScheduleBuilder {
+public:
+    // Documents of so many chunks each, one after another.
+    ScheduleBuilder(const std::vector<std::int64_t>& counts, int slots) {
+        std::int64_t total = 0;
+        for (auto count : counts) {
+            documents_.push_back({static_cast<int>(total), static_cast<int>(count), 0});
+            total += count;
+        }
+        if (slots == 1) {
+            begin_pass();
+            for (const auto& document : documents_) {
+                add(document.first, document.count, 0, true);
+                end_item();
+            }
+            return;
+        }
+        const int tree = slots - 1, group = std::min(group_levels, tree);
+        for (auto& document : documents_) {
+            document.bucket = schedule_.buckets;
+            schedule_.buckets += static_cast<int>(ceil_div(document.count, std::int64_t{1} << group));
+        }
+        begin_pass();
+        for (const auto& document : documents_)
+            for (int begin = 0; begin < document.count; begin += 1 << group) {
+                build(document, begin, group);
+                store(document, begin, group, document.bucket + (begin >> group));
+                end_item();
+            }
+        for (int level = group; level < tree; ++level) {
+            begin_pass();
+            for (const auto& document : documents_)
+                for (int begin = 0; begin + (1 << level) < document.count; begin += 2 << level) {
+                    const int left = document.bucket + (begin >> group);
+                    carry(document, begin, level).source = left;
+                    finish(document, begin, level, document.bucket + ((begin + (1 << level)) >> group));
+                    store(document, begin, level + 1, left);
+                    end_item();
+                }
+        }
+        begin_pass();
+        for (const auto& document : documents_) {
+            for (int begin = 0; begin + (1 << tree) < document.count; begin += 1 << tree) {
+                Segment& segment = carry(document, begin, tree);
+                segment.slot = static_cast<std::int16_t>(tree);
+                segment.kept = begin > 0;
+                segment.source = begin > 0 ? none : document.bucket;
+                finish(document, begin, tree, document.bucket + ((begin + (1 << tree)) >> group));
+            }
+            end_item();
+        }
+    }
+    Schedule take() {
+        std::erase_if(schedule_.passes, [](const Pass& pass) { return pass.count == 0; });
+        return std::move(schedule_);
+    }
+
+private:
+    struct Document {
+        int first, count, bucket;
+    };
+    void begin_pass() { schedule_.passes.push_back({static_cast<std::int32_t>(schedule_.items.size()), 0}); }
+    void end_item() {
+        const auto count = static_cast<std::int32_t>(schedule_.segments.size());
+        if (count == item_start_) return;
+        schedule_.items.push_back({item_start_, count - item_start_});
+        ++schedule_.passes.back().count;
+        item_start_ = count;
+    }
+    Segment& add(int first, int count, int slot, bool input) {
+        schedule_.segments.push_back(
+            {first, count, static_cast<std::int16_t>(slot), static_cast<std::int8_t>(input), 0, none, none, none});
+        return schedule_.segments.back();
+    }
+    // Whether the bucket of 2^level chunks from `begin` on is ever read: something comes behind it.
+    static bool is_needed(const Document& document, int begin, int level) { return begin + (1 << level) < document.count; }
+    // The left child of the node of 2^(level + 1) chunks from `begin` on, through its right sibling.
+    Segment& carry(const Document& document, int begin, int level) {
+        const int middle = begin + (1 << level);
+        return add(document.first + middle, std::min(1 << level, document.count - middle), level, false);
+    }
+    void finish(const Document& document, int begin, int level, int right) {
+        if (is_needed(document, begin + (1 << level), level)) schedule_.segments.back().addend = right;
+    }
+    void store(const Document& document, int begin, int level, int bucket) {
+        if (is_needed(document, begin, level)) schedule_.segments.back().target = bucket;
+    }
+    // The tree of the 2^level chunks from `begin` on; its bucket is then at hand.
+    void build(const Document& document, int begin, int level) {
+        if (level == 1) {
+            add(document.first + begin, std::min(2, document.count - begin), 0, true);
+            return;
+        }
+        const int middle = begin + (1 << (level - 1));
+        if (middle >= document.count) return build(document, begin, level - 1);
+        build(document, middle, level - 1);
+        store(document, middle, level - 1, parked - (level - 2));
+        build(document, begin, level - 1);
+        carry(document, begin, level - 1).kept = 1;
+        finish(document, begin, level - 1, parked - (level - 2));
+    }
+
+    std::vector<Document> documents_;
+    Schedule schedule_;
+    std::int32_t item_start_ = 0;
+};
+
+// ---- kernel ----------------------------------------------------------------------------------------------------------
+
+struct Walk {
+    int heads, value_width, value_tiles, levels, slots;
+    int value_blocks;              // of as many value tiles as there are consumers
+    std::int64_t v_stride, units;  // units of work: items x heads x value blocks
+    const ChunkInfo* chunks;
+    const Segment* segments;
+    const Item* items;
+    const bf16* v;
+    const float *beta, *level_scales;
+    const bf16 *key_start, *left_key, *query, *weights;  // [chunks, H, K tiles]; weights: one tile
+    const float* decay;                                  // [chunks, H]
+    float* buckets;  // [buckets, H, V tiles, K tiles], as the threads hold them; so are the next two
+    float* parked;   // [blocks, consumers, group levels - 1, K tiles]
+    float* sums;     // [chunks, H, V tiles]: outputs so far
+    bf16* o;
+    // Backward; v is then the outputs' gradient where gradients walk. Places of a chunk: p.place.
+    bf16* states;  // entering states, or gradients of leaving ones: [places, H, V tiles, K tiles]
+    bf16* steps;   // T, by the slot that enters, one more a chunk where the chunk's values meet none; or Z of leaving states
+
+    // Place of a chunk's `index`-th of `count` states, `before` of which are in chunks before it.
+    __device__ std::int64_t place(std::int64_t before, int count, int h, int index) const {
+        return before * heads + static_cast<std::int64_t>(count) * h + index;
+    }
+};
+
+constexpr int consumers_limit = 2;
+constexpr int stages = 2;
+
+// What a stage holds, by the barrier that counts it.
+enum Part { keys, readers, updates, parts };
+
+// What is done at a chunk.
+struct Step {
+    bool moves;                                            // the state goes on
+    bool exists;                                           // the state is not zero
+    bool enters;                                           // the chunk's values enter it
+    bool reads;                                            // the chunk's queries read it
+    bool inside;                                           // the output takes what is inside the chunk
+    bool first, last;                                      // of the chunk's outputs
+    bool merges;                                           // what leaves is in another slot
+    int entering, entering_place, leaving, leaving_place;  // states of the chunk, and which of them this one is
+};
+__device__ __forceinline__ Step step_at(const Walk& p, const Segment& segment, int n, const ChunkInfo& c) {
+    const int used = slots_before(c.index, p.slots);
+    Step step;
+    step.moves = c.has_next != 0;
+    step.exists = n > 0 || segment.kept != 0 || segment.source != none;
+    step.enters = segment.input != 0 && step.moves;
+    step.reads = step.exists && (used >> segment.slot & 1) != 0;
+    step.first = (used & ((1 << segment.slot) - 1)) == 0;
+    step.inside = step.first && (step.reads || used == 0);
+    step.last = used >> segment.slot <= 1;
+    const Transition transition = transition_after(c.index, p.slots);
+    const int next = transition.kept | 1 << transition.destination;
+    step.merges = (transition.kept >> segment.slot & 1) == 0;
+    step.entering = __popc(used);
+    step.entering_place = step.reads ? place_of(used, segment.slot) : step.entering;
+    step.leaving = __popc(next);
+    step.leaving_place = place_of(next, step.merges ? transition.destination : segment.slot);
+    return step;
+}
+
+// What a walk is for: outputs, the states that enter the chunks (backward), or the states' gradients.
+enum class Purpose { outputs, states, gradients };
+
+template <int KT, Purpose purpose>
+struct Layout {
+    static constexpr int tile_bytes = area * sizeof(bf16), operand_bytes = KT * tile_bytes;
+    static constexpr int key_start = 0, left_key = operand_bytes, query = 2 * operand_bytes,
+                         weights = (purpose == Purpose::states ? 2 : 3) * operand_bytes,
+                         values = weights + (purpose == Purpose::outputs ? tile_bytes : 0);
+    // Behind the values of all consumers: beta[64], level scale[64], e_last; the chunk, the step
+    static constexpr int numbers = 1024, chunk = 768, step = 832;
+    // Where a consumer turns what it writes: an output, or a state.
+    static constexpr int turned = purpose == Purpose::outputs ? tile_bytes : operand_bytes;
+    __host__ __device__ static constexpr int stage_bytes(int consumers) { return values + consumers * tile_bytes + numbers; }
+    __host__ __device__ static constexpr int bytes(int consumers) {
+        return stages * stage_bytes(consumers) + consumers * turned + 2 * stages * parts * static_cast<int>(sizeof(Barrier));
+    }
+};
+
+// Does the work in order, or each unit's in reverse: begin(head, first value tile, segment, whether the segment behind it
+// keeps its end), step(head, first value tile, segment, chunk's place in it, chunk), end(head, first value tile, segment).
+template <bool Reverse, class Begin, class Step, class End>
+__device__ __forceinline__ void for_each_step(const Walk& p, int consumers, Begin&& begin, Step&& step, End&& end) {
+    for (std::int64_t unit = blockIdx.x; unit < p.units; unit += gridDim.x) {
+        const int value_tile = static_cast<int>(unit % p.value_blocks) * consumers;
+        const int h = static_cast<int>(unit / p.value_blocks % p.heads);
+        const Item item = p.items[unit / p.value_blocks / p.heads];
+        bool kept_on = false;
+        for (int i = 0; i < item.count; ++i) {
+            const Segment segment = p.segments[item.first + (Reverse ? item.count - 1 - i : i)];
+            begin(h, value_tile, segment, kept_on);
+            for (int n = 0; n < segment.count; ++n) {
+                const int place = Reverse ? segment.count - 1 - n : n;
+                step(h, value_tile, segment, place, segment.first + place);
+            }
+            end(h, value_tile, segment);
+            kept_on = segment.kept != 0;
+        }
+    }
+}
+
+// The producer's part at a chunk, by a warp.
+template <int KT, Purpose purpose>
+__device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, Barrier* full, Barrier* free, int turn,
+                                           int consumers, int h, int value_tile, const Segment& segment, int n, int chunk) {
+    using namespace asynchronous;
+    using L = Layout<KT, purpose>;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ChunkInfo c = p.chunks[chunk];
+    const Step step = step_at(p, segment, n, c);
+    const std::int64_t id = static_cast<std::int64_t>(chunk) * p.heads + h;
+    const auto copy = [&](int to, const bf16* from, Part part) {
+        copy_bulk(stage + to, from + id * KT * area, L::operand_bytes, full + part);
+    };
+
+    // Lanes go on together: one that lags could miss a phase.
+    const auto acquire = [&](Part part) {
+        pipeline::wait(free + part, turn);
+        __syncwarp();
+    };
+    acquire(keys);
+    if (lane == 0) {
+        const bool used = step.moves && (step.exists || purpose == Purpose::gradients);
+        arrive_expecting(full + keys, used ? L::operand_bytes : 0);
+        if (used && purpose == Purpose::gradients) copy(L::left_key, p.left_key, keys);
+        if (used && purpose != Purpose::gradients) copy(L::key_start, p.key_start, keys);
+    }
+
+    acquire(readers);
+    if (lane == 0) {
+        unsigned char* const numbers = stage + L::values + consumers * L::tile_bytes;
+        *reinterpret_cast<ChunkInfo*>(numbers + L::chunk) = c;
+        *reinterpret_cast<Step*>(numbers + L::step) = step;
+        int bytes = 0;
+        if constexpr (purpose == Purpose::outputs)
+            bytes = (step.reads ? L::operand_bytes : 0) + (step.inside ? L::tile_bytes : 0);
+        arrive_expecting(full + readers, bytes);
+        if constexpr (purpose == Purpose::outputs) {
+            if (step.reads) copy(L::query, p.query, readers);
+            if (step.reads && !step.first)
+                for (int i = 0; i < min(consumers, p.value_tiles - value_tile); ++i)
+                    prefetch_bulk(p.sums + (id * p.value_tiles + value_tile + i) * area, area * sizeof(float));
+            if (step.inside) copy_bulk(stage + L::weights, p.weights + id * area, L::tile_bytes, full + readers);
+        }
+    }
+    const bool loads =
+        purpose == Purpose::gradients ? step.reads : step.enters || (purpose == Purpose::outputs && step.inside);
+    if (loads) {
+        // A lane has one column of 16 bytes, and every fourth row.
+        const int first_row = lane / 8, column = lane % 8 * 8;
+        for (int i = 0; i < consumers; ++i) {
+            bf16* const to = reinterpret_cast<bf16*>(stage + L::values + i * L::tile_bytes);
+            bf16* const even = to + tile::offset<bf16>(first_row, column);
+            bf16* const odd = to + tile::offset<bf16>(first_row + 4, column);
+            const int column0 = (value_tile + i) * edge + column;
+            const int rows = column0 < p.value_width ? c.rows : 0;
+            const bf16* from =
+                p.v + (c.token + first_row) * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + column0;
+#pragma unroll
+            for (int n = 0; n < edge / 4; ++n) {
+                const bool valid = first_row + 4 * n < rows;
+                tile::copy_async_16((n % 2 == 0 ? even : odd) + n / 2 * 8 * edge, valid ? from : p.v, valid);
+                from += 4 * p.v_stride;
+            }
+        }
+    }
+    float* const numbers = reinterpret_cast<float*>(stage + L::values + consumers * L::tile_bytes);
+    for (int t = lane; t < edge; t += 32) {
+        const bool valid = t < c.rows;
+        const std::int64_t token = (c.token + (valid ? t : 0)) * p.heads + h;
+        if constexpr (purpose != Purpose::gradients) tile::copy_async<4>(numbers + t, p.beta + token, valid);
+        if (purpose != Purpose::states && p.level_scales != nullptr)
+            tile::copy_async<4>(numbers + edge + t,
+                                p.level_scales + token * p.levels + min(inside_levels + segment.slot, p.levels - 1), valid);
+    }
+    if (lane == 0) tile::copy_async<4>(numbers + 2 * edge, p.decay + id, true);
+    pipeline::arrive_after_copies(full + readers);
+
+    acquire(updates);
+    if (lane == 0) {
+        if constexpr (purpose == Purpose::gradients) {
+            arrive_expecting(full + updates, 2 * L::operand_bytes);
+            copy(L::key_start, p.key_start, updates);
+            copy(L::query, p.query, updates);
+        } else {
+            arrive_expecting(full + updates, step.moves ? L::operand_bytes : 0);
+            if (step.moves) copy(L::left_key, p.left_key, updates);
+        }
+    }
+}
+
+// x[64 values, 64 tokens] += V' weights', both tiles in shared memory.
+__device__ __forceinline__ void add_inside(float (&x)[8][4], const bf16* values, const bf16* weights) {
+    const int lane = tile::thread_index() % 32, matrix = lane / 8, line = lane % 8;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        std::uint32_t value[4];
+        asynchronous::load_transposed(value, values, k);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            std::uint32_t weight[4];
+            tile::load_matrices<false>(
+                weight, weights + tile::offset<bf16>(n * 16 + matrix / 2 * 8 + line, k * 16 + matrix % 2 * 8));
+            tile::mma_16x8x16(x[2 * n], value, weight[0], weight[1]);
+            tile::mma_16x8x16(x[2 * n + 1], value, weight[2], weight[3]);
+        }
+    }
+}
+
+// Four fragments, transposed, as a tile.
+__device__ __forceinline__ void store_tile_transposed(bf16* to, const std::uint32_t (&x)[4][4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) asynchronous::store_transposed(to, x[k], k);
+}
+// Copies tiles from shared to global memory, as they are; by a warpgroup.
+template <int Tiles>
+__device__ __forceinline__ void copy_tiles(bf16* to, const bf16* from) {
+    const int thread = tile::team_index();
+#pragma unroll
+    for (int i = 0; i < Tiles * area / 8; i += 128)
+        reinterpret_cast<Pack<bf16, 8>*>(to)[i + thread] = reinterpret_cast<const Pack<bf16, 8>*>(from)[i + thread];
+}
+
+// Consumers (1 or 2 warpgroups, a value tile each), then a warpgroup whose first warp is the producer. Blocks take units in
+// turn.
+template <int KT, Purpose purpose>
+__global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(const Walk p) {
+#if defined(FENWICK_TILE_WGMMA) || defined(FENWICK_CUDA_EMULATION)
+    using namespace asynchronous;
+    using L = Layout<KT, purpose>;
+    constexpr bool reverse = purpose == Purpose::gradients;
+    const int consumers = static_cast<int>(blockDim.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32;
+    unsigned char* const memory = tile::shared_memory();
+    const int stage_bytes = L::stage_bytes(consumers);
+    unsigned char* const turned_tiles = memory + stages * stage_bytes;
+    Barrier* const filled = reinterpret_cast<Barrier*>(turned_tiles + consumers * L::turned);  // [stages][parts]
+    Barrier* const empty = filled + stages * parts;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages * parts; ++i) {
+            pipeline::initialize(filled + i, i % parts == readers ? 33 : 1);
+            pipeline::initialize(empty + i, consumers * 4);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    pipeline::Position<stages> at;
+
+    if (warp >= consumers * 4) {
+        release_registers<56>();
+        if (warp > consumers * 4) return;
+        for_each_step<reverse>(
+            p, consumers, [](int, int, const Segment&, bool) {},
+            [&](int h, int value_tile, const Segment& segment, int n, int chunk) {
+                fill_stage<KT, purpose>(p, memory + at.stage * stage_bytes, filled + at.stage * parts,
+                                        empty + at.stage * parts, at.turn ^ 1, consumers, h, value_tile, segment, n, chunk);
+                at.advance();
+            },
+            [](int, int, const Segment&) {});
+        tile::wait_async<0>();
+    } else {
+        claim_registers<224>();
+        const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128, column = thread % 4 * 2;
+        bf16* const turned = reinterpret_cast<bf16*>(turned_tiles + consumer * L::turned);
+        float state[KT][8][4];
+        std::uint32_t operand[KT * 4][4];  // the state in bfloat16
+        const auto round_state = [&] {
+#pragma unroll
+            for (int k = 0; k < KT * 4; ++k) to_fragment(operand[k], state[k / 4], k % 4);
+        };
+        const auto release = [&](Part part) {
+            __syncwarp();
+            if (thread % 32 == 0) pipeline::arrive(empty + at.stage * parts + part);
+        };
+        const auto synchronize = [&] { pipeline::synchronize_team(1 + consumer); };
+        const auto bucket_at = [&](int bucket, int h, int value_tile) {
+            constexpr std::int64_t size = KT * area;
+            if (bucket <= parked)
+                return p.parked + thread * 4 +
+                       ((static_cast<std::int64_t>(blockIdx.x) * consumers + consumer) * (group_levels - 1) +
+                        (parked - bucket)) *
+                           size;
+            return p.buckets + thread * 4 +
+                   ((static_cast<std::int64_t>(bucket) * p.heads + h) * p.value_tiles + value_tile) * size;
+        };
+        const auto load_state = [&](const float* from) {
+#pragma unroll
+            for (int i = 0; i < KT * 8; ++i) load(state[i / 8][i % 8], from + i * 512);
+        };
+        const auto store_state = [&](float* to) {
+#pragma unroll
+            for (int i = 0; i < KT * 8; ++i) store(to + i * 512, state[i / 8][i % 8]);
+        };
+        const auto clear_state = [&] {
+#pragma unroll
+            for (int kt = 0; kt < KT; ++kt) clear(state[kt]);
+        };
+
+        for_each_step<reverse>(
+            p, consumers,
+            [&](int h, int first_tile, const Segment& segment, [[maybe_unused]] bool kept_on) {
+                const int value_tile = first_tile + consumer;
+                const bool valid = value_tile < p.value_tiles;
+                if constexpr (reverse) {
+                    // The gradient of what the segment ends as, which is also that of what is added there.
+                    if (segment.target != none && valid) {
+                        load_state(bucket_at(segment.target, h, value_tile));
+                    } else if (!kept_on) {
+                        clear_state();
+                    }
+                    if (segment.addend != none && valid) store_state(bucket_at(segment.addend, h, value_tile));
+                } else {
+                    if (segment.kept != 0) return;
+                    if (segment.source != none && valid) {
+                        load_state(bucket_at(segment.source, h, value_tile));
+                    } else {
+                        clear_state();
+                    }
+                }
+                round_state();
+            },
+            [&](int h, int first_tile, const Segment& segment, int, int chunk) {
+                const int value_tile = first_tile + consumer;
+                const bool valid = value_tile < p.value_tiles;
+                unsigned char* const stage = memory + at.stage * stage_bytes;
+                Barrier* const full = filled + at.stage * parts;
+                const auto tile_at = [&](int offset) { return reinterpret_cast<bf16*>(stage + offset); };
+                bf16* const values = tile_at(L::values + consumer * L::tile_bytes);
+                const float* const numbers = reinterpret_cast<const float*>(stage + L::values + consumers * L::tile_bytes);
+                const bool scaled = p.level_scales != nullptr;
+                const auto scales = [&](int token) {
+                    const float2 pair = tile::load_pair(numbers + edge + token);
+                    return scaled ? pair : make_float2(1.0f, 1.0f);
+                };
+                float x[8][4];
+
+                // Products are queued in any case: behind a branch they would wait for one another. What comes of stale
+                // operands is not used. And nothing may wait in a loop while products are under way.
+                clear(x);
+                pipeline::wait(full + keys, at.turn);
+                pipeline::wait(full + readers, at.turn);
+                const ChunkInfo c =
+                    *reinterpret_cast<const ChunkInfo*>(reinterpret_cast<const unsigned char*>(numbers) + L::chunk);
+                const Step step = *reinterpret_cast<const Step*>(reinterpret_cast<const unsigned char*>(numbers) + L::step);
+                const float decay = numbers[2 * edge];
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt)
+#pragma unroll
+                    for (int i = 0; i < 32; ++i) state[kt][i / 4][i % 4] *= decay;
+                fence_products(x);
+#pragma unroll
+                for (int k = 0; k < KT * 4; ++k)
+                    multiply<false>(x, operand[k],
+                                    tile_at(reverse ? L::left_key : L::key_start) + k / 4 * area + k % 4 * 16);
+                commit();
+                wait_products<0>();
+                hold(x);
+                release(keys);
+
+                std::uint32_t taken[4][4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    if constexpr (reverse) {
+                        to_fragment(taken[k], x, k);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) taken[k][e] &= step.moves ? ~0u : 0u;
+                    } else {
+                        std::uint32_t value[4] = {};
+                        if (step.enters) load_transposed(value, values, k);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const float* const read = x[2 * k + e / 2] + e % 2 * 2;
+                            const float2 beta = tile::load_pair(numbers + 16 * k + e / 2 * 8 + column),
+                                         pair = tile::unpack(value[e]);
+                            taken[k][e] = tile::pack(beta.x * pair.x - (step.exists ? read[0] : 0.0f),
+                                                     beta.y * pair.y - (step.exists ? read[1] : 0.0f));
+                        }
+                    }
+                }
+
+                pipeline::wait(full + updates, at.turn);
+                if constexpr (purpose == Purpose::outputs) {
+                    clear(x);
+                    fence_products(x);
+#pragma unroll
+                    for (int k = 0; k < KT * 4; ++k)
+                        multiply<false>(x, operand[k], tile_at(L::query) + k / 4 * area + k % 4 * 16);
+                    commit();
+                }
+                [[maybe_unused]] std::uint32_t given[4][4];
+                bool writes_state = false, writes_step = false;
+                if constexpr (reverse) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        std::uint32_t value[4];
+                        load_transposed(value, values, k);
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const float2 pair = tile::unpack(value[e]), scale = scales(16 * k + e / 2 * 8 + column);
+                            given[k][e] = tile::pack(scale.x * pair.x, scale.y * pair.y) & (step.reads ? ~0u : 0u);
+                        }
+                    }
+                    // What leaves a chunk in one slot from several has one gradient: the walk with inputs writes it.
+                    writes_state = writes_step = step.moves && (segment.input != 0 || !step.merges) && valid;
+                }
+                if constexpr (purpose == Purpose::states) {
+                    writes_state = step.reads && valid && p.states != nullptr;
+                    writes_step = step.moves && valid && p.states != nullptr;
+                }
+                if constexpr (purpose != Purpose::outputs) {
+                    if (writes_state || writes_step) {
+                        synchronize();  // the tiles before were copied, the values are read
+                        store_tile_transposed(values, taken);
+#pragma unroll
+                        for (int k = 0; k < KT * 4; ++k) store_transposed(turned + k / 4 * area, operand[k], k % 4);
+                        synchronize();
+                    }
+                }
+                if constexpr (reverse) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            taken[k][e] ^= 0x80008000u;  // -Z
+                            hold_fragment(taken[k][e]);
+                            hold_fragment(given[k][e]);
+                        }
+                }
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) fence_products(state[kt]);
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        multiply<true>(state[kt], taken[k],
+                                       tile_at(reverse ? L::key_start : L::left_key) + kt * area + k * 16 * edge);
+                        if constexpr (reverse)
+                            multiply<true>(state[kt], given[k], tile_at(L::query) + kt * area + k * 16 * edge);
+                    }
+                commit();
+
+                if constexpr (purpose == Purpose::outputs) {
+                    wait_products<1>();
+                    hold(x);
+                    if (step.reads || step.inside) {
+#pragma unroll
+                        for (int j = 0; j < 8; ++j) {
+                            const float2 scale = scales(8 * j + column);
+#pragma unroll
+                            for (int e = 0; e < 4; ++e)
+                                x[j][e] = step.reads ? x[j][e] * (e % 2 == 0 ? scale.x : scale.y) : 0.0f;
+                        }
+                        if (step.inside) add_inside(x, values, tile_at(L::weights));
+                        float* const sum =
+                            p.sums + ((static_cast<std::int64_t>(chunk) * p.heads + h) * p.value_tiles + value_tile) * area +
+                            thread * 4;
+                        if (!step.first && valid) {
+#pragma unroll
+                            for (int j = 0; j < 8; ++j) {
+                                float before[4];
+                                load(before, sum + j * 512);
+#pragma unroll
+                                for (int e = 0; e < 4; ++e) x[j][e] += before[e];
+                            }
+                        }
+                        if (!step.last) {
+                            if (valid) {
+#pragma unroll
+                                for (int j = 0; j < 8; ++j) store(sum + j * 512, x[j]);
+                            }
+                        } else {
+                            std::uint32_t pairs[4][4];
+#pragma unroll
+                            for (int k = 0; k < 4; ++k) to_fragment(pairs[k], x, k);
+                            synchronize();  // the output before was copied
+                            store_tile_transposed(turned, pairs);
+                            synchronize();
+                            bf16* const to = p.o + (c.token * p.heads + h) * p.value_width + value_tile * edge;
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) {
+                                const int row = i * 16 + thread / 8, first = thread % 8 * 8;
+                                if (row < c.rows && value_tile * edge + first < p.value_width)
+                                    *reinterpret_cast<Pack<bf16, 8>*>(
+                                        to + static_cast<std::int64_t>(row) * p.heads * p.value_width + first) =
+                                        *reinterpret_cast<const Pack<bf16, 8>*>(turned + tile::offset<bf16>(row, first));
+                            }
+                        }
+                    }
+                } else {
+                    const std::int64_t state_at = ((reverse ? p.place(c.leaving, step.leaving, h, step.leaving_place)
+                                                            : p.place(c.entering, step.entering, h, step.entering_place)) *
+                                                       p.value_tiles +
+                                                   value_tile) *
+                                                  KT * area;
+                    const std::int64_t step_at =
+                        ((reverse ? p.place(c.leaving, step.leaving, h, step.leaving_place)
+                                  : p.place(c.entering + chunk, step.entering + 1, h, step.entering_place)) *
+                             p.value_tiles +
+                         value_tile) *
+                        area;
+                    if (writes_state) copy_tiles<KT>(p.states + state_at, turned);
+                    if (writes_step) copy_tiles<1>(p.steps + step_at, values);
+                }
+                wait_products<0>();
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt) hold(state[kt]);
+                release(readers);
+                release(updates);
+                round_state();
+                at.advance();
+            },
+            [&](int h, int first_tile, const Segment& segment) {
+                const int value_tile = first_tile + consumer;
+                if (value_tile >= p.value_tiles) return;
+                if constexpr (reverse) {
+                    if (segment.source != none) store_state(bucket_at(segment.source, h, value_tile));
+                } else {
+                    if (segment.addend != none) {
+                        const float* const from = bucket_at(segment.addend, h, value_tile);
+#pragma unroll
+                        for (int i = 0; i < KT * 8; ++i) {
+                            float more[4];
+                            load(more, from + i * 512);
+#pragma unroll
+                            for (int e = 0; e < 4; ++e) state[i / 8][i % 8][e] += more[e];
+                        }
+                        round_state();
+                    }
+                    if (segment.target != none) store_state(bucket_at(segment.target, h, value_tile));
+                }
+            });
+    }
+#endif
+}
+
+}  // namespace fenwick::kernels::cuda::walk

@@ -1,0 +1,98 @@
+// The asynchronous instructions of kernels/cuda/asynchronous.cuh, emulated. Products are done as late as they may be, when
+// they are waited for: operands that change too early, and results that are read too early, show.
+#pragma once
+
+#include <deque>
+
+#include "cuda_emulation.h"
+
+namespace emulation {
+
+struct Product {
+    float* d;
+    const std::uint32_t* a;
+    const unsigned char* b;
+    bool along_rows;
+};
+struct ProductQueue {
+    std::vector<Product> open;
+    std::deque<std::vector<Product>> groups;
+};
+inline ProductQueue& product_queue() {
+    static std::vector<ProductQueue> queues(1024);
+    return queues[static_cast<std::size_t>(thread)];
+}
+
+template <bool AlongRows>
+void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b) {
+    product_queue().open.push_back({&d[0][0], a, reinterpret_cast<const unsigned char*>(b), AlongRows});
+}
+inline void commit() {
+    ProductQueue& queue = product_queue();
+    queue.groups.push_back(std::move(queue.open));
+    queue.open.clear();
+}
+
+// One product of a warp's 16 rows.
+inline void do_products(void* const* all) {
+    const auto product = [&](int lane) -> const Product& { return *static_cast<const Product*>(all[lane]); };
+    const Product& first = product(0);
+    float a[16][16], b[16][64];
+    for (int t = 0; t < 32; ++t)
+        for (int part = 0; part < 4; ++part)
+            for (int e = 0; e < 2; ++e) {
+                const std::uint32_t pair = product(t).a[part];
+                a[t / 4 + part % 2 * 8][2 * (t % 4) + part / 2 * 8 + e] =
+                    __uint_as_float(e != 0 ? pair & 0xffff0000u : pair << 16);
+            }
+    const auto base = first.b - shared_memory();
+    for (int k = 0; k < 16; ++k)
+        for (int n = 0; n < 64; ++n) {
+            auto at = base + (first.along_rows ? k * 128 + n * 2 : n * 128 + k * 2);
+            at ^= (at >> 7 & 7) << 4;
+            __nv_bfloat16 value;
+            std::memcpy(&value, shared_memory() + at, 2);
+            b[k][n] = __bfloat162float(value);
+        }
+    for (int t = 0; t < 32; ++t)
+        for (int i = 0; i < 32; ++i) {
+            const int row = t / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * (t % 4) + i % 2;
+            float sum = product(t).d[i];
+            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+            product(t).d[i] = sum;
+        }
+}
+template <int Pending>
+void wait_products() {
+    ProductQueue& queue = product_queue();
+    while (queue.groups.size() > Pending) {
+        for (Product& product : queue.groups.front()) collective(do_products, &product);
+        queue.groups.pop_front();
+    }
+    collective([](void* const*) {}, nullptr);
+}
+
+inline void fence_barriers() {}
+template <int>
+void claim_registers() {}
+template <int>
+void release_registers() {}
+inline void prefetch_bulk(const void*, int) {}
+inline void store_matrices_transposed(__nv_bfloat16* row, const std::uint32_t (&x)[4]) {
+    struct Argument {
+        __nv_bfloat16* row;
+        const std::uint32_t* x;
+    } argument{row, x};
+    if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) stop("stmatrix to an address that is no multiple of 16");
+    collective(
+        [](void* const* all) {
+            for (int m = 0; m < 4; ++m)
+                for (int t = 0; t < 32; ++t)
+                    for (int e = 0; e < 2; ++e)
+                        static_cast<Argument*>(all[8 * m + 2 * (t % 4) + e])->row[t / 4].bits =
+                            static_cast<std::uint16_t>(static_cast<Argument*>(all[t])->x[m] >> (16 * e));
+        },
+        &argument);
+}
+
+}  // namespace emulation
