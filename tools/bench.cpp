@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -253,9 +254,15 @@ void read_first_epoch(benchmark::State& state, data::Packing packing, int deflat
 
 // Batches after that.
 void read_batches(benchmark::State& state, data::Packing packing, int deflate) {
-    const data::Loader loader = benchmark_loader(packing, deflate);
-    std::int64_t row = 0, tokens = 0;
-    for (; row < loader.rows_per_epoch(); row += batch_rows) benchmark::DoNotOptimize(loader.read(row, batch_rows));
+    static std::map<std::pair<data::Packing, int>, data::Loader> loaders;  // that have read their first epoch
+    auto found = loaders.find({packing, deflate});
+    if (found == loaders.end()) {
+        found = loaders.emplace(std::pair(packing, deflate), benchmark_loader(packing, deflate)).first;
+        for (std::int64_t row = 0; row < found->second.rows_per_epoch(); row += batch_rows)
+            benchmark::DoNotOptimize(found->second.read(row, batch_rows));
+    }
+    const data::Loader& loader = found->second;
+    std::int64_t row = loader.rows_per_epoch(), tokens = 0;
     for (auto _ : state) {
         tokens += loader.read(row, batch_rows).valid_targets;
         row += batch_rows;
