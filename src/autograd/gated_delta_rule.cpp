@@ -85,7 +85,7 @@ Variable gated_delta_rule(const Variable& q, const Variable& k, const Variable& 
                            .q = queries.data(), .k = keys.data(), .v = values.data(),
                            .g = decays.data(), .beta = betas.data(),
                            .level_scales = levels > 0 ? scales.data() : nullptr,
-                           .o = o.data(), .d_o = d_o.data(),
+                           .d_o = d_o.data(),
                            .dq = dq.data(), .dk = dk.data(), .dv = dv.data(),
                            .dg = dg.data(), .dbeta = dbeta.data(),
                            .dlevel_scales = dscales ? dscales->data() : nullptr});

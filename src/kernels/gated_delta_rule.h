@@ -43,7 +43,6 @@ struct GatedDeltaRuleBackward {
     const void* g = nullptr;
     const void* beta = nullptr;
     const void* level_scales = nullptr;
-    const void* o = nullptr;
     const void* d_o = nullptr;
     void* dq = nullptr;
     void* dk = nullptr;

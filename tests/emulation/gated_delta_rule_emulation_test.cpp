@@ -130,7 +130,6 @@ std::vector<double> check_on(int compute_capability, Problem problem, DType dtyp
     set_sizes(backward);
     backward.dq_stride = backward.dk_stride = forward.q_stride;
     backward.dv_stride = forward.v_stride;
-    backward.o = o.data();
     backward.d_o = d_o.data();
     backward.dq = dq.data();
     backward.dk = dk.data();

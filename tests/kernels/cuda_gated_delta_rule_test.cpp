@@ -129,10 +129,10 @@ Results on_cpu(const Problem& x, const Doubles& d_o) {
         args.g = x.g.data();
         args.beta = x.beta.data();
         args.level_scales = scales(x.level_scales);
-        args.o = r.o.data();
     };
     kernels::GatedDeltaRule forward{};
     set_inputs(forward);
+    forward.o = r.o.data();
     kernels::gated_delta_rule_forward(Exec{cpu_device}, forward);
     kernels::GatedDeltaRuleBackward backward{};
     set_inputs(backward);
@@ -195,10 +195,10 @@ Results on_gpu(const Problem& x, const Doubles& d_out, DType dtype, std::int64_t
         args.g = g.data();
         args.beta = beta.data();
         args.level_scales = scales(level_scales);
-        args.o = o.data();
     };
     kernels::GatedDeltaRule forward{};
     set_inputs(forward);
+    forward.o = o.data();
     kernels::gated_delta_rule_forward(exec, forward);
     kernels::GatedDeltaRuleBackward backward{};
     set_inputs(backward);

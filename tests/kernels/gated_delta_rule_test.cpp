@@ -57,7 +57,7 @@ Results run_kernel(const ReferenceGatedDeltaRule& x, const Doubles& d_o, std::in
                        .q_stride = keys, .k_stride = keys, .v_stride = values,
                        .dq_stride = keys, .dk_stride = keys, .dv_stride = values,
                        .q = q.data(), .k = k.data(), .v = v.data(), .g = g.data(), .beta = beta.data(),
-                       .level_scales = x.levels > 0 ? scales.data() : nullptr, .o = o.data(), .d_o = d_out.data(),
+                       .level_scales = x.levels > 0 ? scales.data() : nullptr, .d_o = d_out.data(),
                        .dq = dq.data(), .dk = dk.data(), .dv = dv.data(), .dg = dg.data(), .dbeta = dbeta.data(),
                        .dlevel_scales = x.levels > 0 ? dscales.data() : nullptr});
     return {doubles(o), doubles(dq), doubles(dk), doubles(dv), doubles(dg), doubles(dbeta), doubles(dscales)};
