@@ -24,7 +24,7 @@ void run_export(ExportCommand command, bool quiet) {
     static const std::map<std::string, model::safetensors::Type> types = {{"float32", model::safetensors::Type::float32},
                                                                           {"bfloat16", model::safetensors::Type::bfloat16},
                                                                           {"float16", model::safetensors::Type::float16}};
-    for (const char* name : {"", "config.json", "model.safetensors", "tokenizer.model"})
+    for (const char* name : {"", "config.json", "model.safetensors", "tokenizer.model", "tokenizer.json"})
         check_output((std::filesystem::path(command.folder) / name).string(), {command.model, train::find_checkpoint(command.model)});
     const train::LoadedModel loaded = train::load_model(command.model);
     command.options.dtype = types.at(command.dtype);
@@ -32,8 +32,10 @@ void run_export(ExportCommand command, bool quiet) {
     const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);
     command.options.eos_token_id = tokenizer->end_of_document();
     model::export_hf(loaded.model, command.folder, command.options);
-    if (loaded.tokenizer.kind == "sentencepiece")
-        write_file_atomically((std::filesystem::path(command.folder) / "tokenizer.model").string(), loaded.tokenizer.definition);
+    if (loaded.tokenizer.kind != "bytes") {
+        const char* name = loaded.tokenizer.kind == "sentencepiece" ? "tokenizer.model" : "tokenizer.json";
+        write_file_atomically((std::filesystem::path(command.folder) / name).string(), loaded.tokenizer.definition);
+    }
     if (!quiet)
         std::printf("%s: %s, %lld parameters in %s\n", command.folder.c_str(),
                     std::string(model::name_of(loaded.model.config().type)).c_str(),
@@ -44,7 +46,7 @@ void run_export(ExportCommand command, bool quiet) {
 }
 
 struct ImportCommand {
-    std::string folder, output, tokenizer;
+    std::string folder, output, tokenizer, end_of_document;
     std::int64_t sequence_length = 2048;
 };
 
@@ -59,15 +61,15 @@ void run_import(const ImportCommand& command, bool quiet) {
     for (const auto& entry : fs::directory_iterator(command.folder)) inputs.push_back(entry.path().string());
     check_output(command.output, inputs);
     std::string source = command.tokenizer;
-    if (source.empty() && fs::exists(fs::path(command.folder) / "tokenizer.model"))
-        source = (fs::path(command.folder) / "tokenizer.model").string();
+    for (const char* name : {"tokenizer.model", "tokenizer.json"})
+        if (source.empty() && fs::exists(fs::path(command.folder) / name)) source = (fs::path(command.folder) / name).string();
     const model::LanguageModel imported = model::import_hf(command.folder, cpu_device, DType::float32);
     if (source.empty()) {
         FENWICK_CHECK(imported.config().vocab_size == data::open_tokenizer("bytes")->vocab_size(),
-                      "{} has no tokenizer.model; name the model's tokenizer with --tokenizer", command.folder);
+                      "{} has no tokenizer.model or tokenizer.json; name the model's tokenizer with --tokenizer", command.folder);
         source = "bytes";
     }
-    const auto tokenizer = open_tokenizer_of(source);
+    const auto tokenizer = open_tokenizer_of(source, command.end_of_document);
     FENWICK_CHECK(tokenizer->vocab_size() <= imported.config().vocab_size,
                   "tokenizer {} has {} ids, the model in {} only {}; name the tokenizer that it was trained with", source,
                   tokenizer->vocab_size(), command.folder, imported.config().vocab_size);
@@ -111,8 +113,10 @@ void add_import(CLI::App& app, const GlobalOptions& global) {
     command->add_option("folder", options->folder, "Folder with config.json and model.safetensors (or shards)")->required();
     command->add_option("--output,-o", options->output, "Checkpoint to write (.h5)")->required();
     command->add_option("--tokenizer", options->tokenizer,
-                        "bytes, a SentencePiece .model, or a file that holds the tokenizer (default: the folder's "
-                        "tokenizer.model; without one bytes, if the model has 257 ids)");
+                        "bytes, a SentencePiece .model, a tokenizer.json, or a file that holds the tokenizer (default: the "
+                        "folder's tokenizer.model, else its tokenizer.json; without one bytes, if the model has 257 ids)");
+    command->add_option("--end-of-document", options->end_of_document,
+                        "The token that ends documents, where a tokenizer.json does not tell");
     command->add_option("--sequence-length", options->sequence_length, "Default context of evaluation")
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
         ->capture_default_str();

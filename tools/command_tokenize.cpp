@@ -15,7 +15,7 @@ namespace {
 
 struct TokenizeCommand {
     data::TokenizeOptions options;
-    std::string tokenizer = "bytes", documents = "file", format = "auto";
+    std::string tokenizer = "bytes", end_of_document, documents = "file", format = "auto";
 };
 
 void print_corpus(const data::TokenFileInfo& info) {
@@ -29,7 +29,7 @@ void run_tokenize(TokenizeCommand command, bool quiet) {
     data::TokenizeOptions& options = command.options;
     options.documents = data::document_unit_from(command.documents);
     options.format = data::text_format_from(command.format);
-    const auto tokenizer = open_tokenizer_of(command.tokenizer);
+    const auto tokenizer = open_tokenizer_of(command.tokenizer, command.end_of_document);
     check_output(options.output, {command.tokenizer});
     if (!options.valid_output.empty()) check_output(options.valid_output, {command.tokenizer});
     Progress progress(quiet);
@@ -80,8 +80,11 @@ void add_tokenize(CLI::App& app, const GlobalOptions& global) {
         ->required();
     command
         ->add_option("--tokenizer", command_options->tokenizer,
-                     "bytes; a SentencePiece .model; or a corpus, checkpoint or run folder whose tokenizer to use")
+                     "bytes; a SentencePiece .model; a tokenizer.json; GPT-2's vocab.bpe; or a corpus, checkpoint or run folder "
+                     "whose tokenizer to use")
         ->capture_default_str();
+    command->add_option("--end-of-document", command_options->end_of_document,
+                        "The token that ends documents, where a tokenizer.json does not tell");
     command
         ->add_option(
             "--documents", command_options->documents,

@@ -31,18 +31,20 @@ FileKind kind_of_file(const std::string& path) {
     fail("{} is neither a Fenwick token file nor a Fenwick checkpoint", path);
 }
 
-std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source) {
+std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source, const std::string& end_of_document) {
     // A name without a file is the tokenizer's to understand ("bytes") or to refuse.
     std::error_code ignored;
-    if (!fs::exists(source, ignored)) return data::open_tokenizer(source);
-    switch (kind_of_file(source)) {
+    const FileKind kind = fs::exists(source, ignored) ? kind_of_file(source) : FileKind::other;
+    FENWICK_CHECK(kind == FileKind::other || end_of_document.empty(),
+                  "the tokenizer in {} has its end of a document; --end-of-document is for a tokenizer.json", source);
+    switch (kind) {
         case FileKind::corpus: return data::TokenCorpus(source).tokenizer();
         case FileKind::checkpoint:
         case FileKind::run_folder: {
             const auto tokenizer = train::read_checkpoint_header(train::find_checkpoint(source)).tokenizer;
             return data::restore_tokenizer(tokenizer.kind, tokenizer.definition);
         }
-        default: return data::open_tokenizer(source);
+        default: return data::open_tokenizer(source, end_of_document);
     }
 }
 

@@ -14,7 +14,7 @@ enum class FileKind { config, corpus, checkpoint, run_folder, other };
 // there is nothing at `path`.
 FileKind kind_of_file(const std::string& path);
 
-// "bytes", a SentencePiece .model, or the tokenizer inside a corpus, checkpoint or run folder.
-std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source);
+// The tokenizer inside a corpus, checkpoint or run folder, or what data::open_tokenizer takes.
+std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source, const std::string& end_of_document = "");
 
 }  // namespace fenwick::tools

@@ -75,7 +75,13 @@ public:
     std::int64_t vocab_size() const override { return static_cast<std::int64_t>(parts_.token_bytes.size()); }
     std::int32_t end_of_document() const override { return parts_.end_of_document; }
     std::string definition() const override { return parts_.definition; }
-    bool splits_at_newlines() const override { return false; }
+    bool lossless() const override {
+        const auto strips = [](const AddedToken& token) { return token.lstrip || token.rstrip; };
+        const auto changes = [](const PreTokenizer& step) { return step.prefix_space || step.matches_only; };
+        return !parts_.nfc && std::none_of(parts_.added_tokens.begin(), parts_.added_tokens.end(), strips) &&
+               std::none_of(parts_.pre_tokenizers.begin(), parts_.pre_tokenizers.end(), changes) &&
+               std::find(parts_.byte_ids.begin(), parts_.byte_ids.end(), -1) == parts_.byte_ids.end();
+    }
 
     void encode(std::string_view text, std::vector<std::int32_t>& ids) const override {
         const Lease lease(*this);
@@ -320,7 +326,6 @@ private:
         const auto without = [](std::size_t size, std::size_t bytes) { return size > bytes ? size - bytes : 0; };
         std::size_t end = without(parts_.nfc ? nfc_prefix(text) : text.size(), without(normalized_.longest(), 1));
         end = std::min(end, without(text.size(), std::max<std::size_t>(special_.longest(), 4) - 1));
-        for (int i = 0; i < 3 && end > 0 && (text[end] & 0xc0) == 0x80; ++i) --end;
         const auto may_begin = [&](std::size_t at) {
             if (!parts_.nfc || at >= text.size()) return at < text.size();
             const std::size_t length = utf8_length(text.substr(at, 4));
@@ -338,7 +343,7 @@ private:
             const bool open = begin + run.size() >= end;
             if (!open) offer(begin + run.size());
             if (!valid || begin + run.size() <= cut) return;
-            run = run.substr(0, end - begin);
+            run = run.substr(0, utf8_prefix(run.substr(0, end - begin)));  // `end` may be within a character
             Regex::Matcher& matcher = *workspace.matchers[step];
             auto& matches = workspace.matches;
             matches.clear();

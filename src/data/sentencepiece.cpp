@@ -45,7 +45,7 @@ public:
     std::int64_t vocab_size() const override { return processor_.GetPieceSize(); }
     std::int32_t end_of_document() const override { return end_of_document_; }
     std::string definition() const override { return definition_; }
-    bool splits_at_newlines() const override { return lossless_; }
+    bool lossless() const override { return lossless_; }
 
     // Lossless models are encoded newline by newline, and word by word where no piece reaches over a space.
     std::size_t safe_cut(std::string_view text, std::size_t limit) const override {
@@ -341,7 +341,7 @@ std::int64_t train_sentencepiece(const std::vector<std::string>& files, const Se
     if (!status.ok()) refuse_training(status.ToString(), files, options);
     const auto trained = make_sentencepiece(model, output_path);
     // From next to no text the library leaves out pieces that losslessness needs.
-    if (!trained->splits_at_newlines()) refuse_training("the trained tokenizer is not lossless", files, options);
+    if (!trained->lossless()) refuse_training("the trained tokenizer is not lossless", files, options);
     write_file_atomically(output_path, model);
     return trained->vocab_size();
 }

@@ -37,19 +37,20 @@ public:
     }
     std::string definition() const override { return ""; }
     std::size_t safe_cut(std::string_view, std::size_t limit) const override { return limit; }
-    bool splits_at_newlines() const override { return true; }
+    bool lossless() const override { return true; }
 };
 
 constexpr const char* what_is_needed =
     "\"bytes\", or the path of a SentencePiece model, a tokenizer.json, or a vocab.bpe beside its encoder.json is needed";
 
-// The file of a folder that defines a tokenizer.
+// The file of a folder that defines a tokenizer. A tokenizer.json beside a tokenizer.model repeats it, in components that are
+// not supported.
 std::string file_of_tokenizer(const std::string& path) {
     std::error_code ignored;
     if (!fs::is_directory(path, ignored)) return path;
-    for (const char* name : {"tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt"})
+    for (const char* name : {"tokenizer.model", "tokenizer.json", "vocab.bpe", "merges.txt"})
         if (const fs::path file = fs::path(path) / name; fs::exists(file, ignored)) return file.string();
-    fail("tokenizer {}: a folder without tokenizer.json, tokenizer.model or vocab.bpe; {}", path, what_is_needed);
+    fail("tokenizer {}: a folder without tokenizer.model, tokenizer.json or vocab.bpe; {}", path, what_is_needed);
 }
 
 bool looks_like_json(std::string_view text) {

@@ -31,9 +31,8 @@ public:
     // help, and it may end within a character). So a document of any size is encoded in pieces, on several threads,
     // with the ids of the whole. The cost is far below that of encoding text[:limit]. Thread-safe.
     virtual std::size_t safe_cut(std::string_view text, std::size_t limit) const;
-    // True when encode(a + b) is encode(a) followed by encode(b) for every a that ends in a newline, and decode gives
-    // back the exact text: long documents may then be encoded piece by piece.
-    virtual bool splits_at_newlines() const = 0;
+    // Whether decode gives back every text, whatever its bytes.
+    virtual bool lossless() const = 0;
     // SHA-256 of kind and definition: two tokenizers with the same identity give the same ids.
     std::string identity() const;
 };

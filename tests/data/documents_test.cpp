@@ -23,7 +23,7 @@ public:
     void encode(std::string_view, std::vector<std::int32_t>&) const override {}
     std::string decode(const std::int32_t*, std::int64_t) const override { return ""; }
     std::string definition() const override { return ""; }
-    bool splits_at_newlines() const override { return cuts_; }
+    bool lossless() const override { return cuts_; }
     std::size_t safe_cut(std::string_view text, std::size_t limit) const override {
         const auto newline = cuts_ ? text.rfind('\n', limit - 1) : std::string_view::npos;
         return newline == std::string_view::npos ? 0 : newline + 1;

@@ -27,7 +27,7 @@ struct Numbers final : Tokenizer {
     void encode(std::string_view, std::vector<std::int32_t>&) const override {}
     std::string decode(const std::int32_t*, std::int64_t) const override { return ""; }
     std::string definition() const override { return name; }
-    bool splits_at_newlines() const override { return false; }
+    bool lossless() const override { return false; }
     std::string name;
 };
 

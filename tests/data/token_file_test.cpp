@@ -32,7 +32,7 @@ public:
     void encode(std::string_view, std::vector<std::int32_t>&) const override {}
     std::string decode(const std::int32_t*, std::int64_t) const override { return ""; }
     std::string definition() const override { return "definition"; }
-    bool splits_at_newlines() const override { return true; }
+    bool lossless() const override { return true; }
 
 private:
     std::int64_t vocab_size_;

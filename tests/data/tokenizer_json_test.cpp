@@ -299,7 +299,7 @@ TEST_F(TokenizerJson, Gpt2PairsAreOneTokenizer) {
     }
     test::TemporaryFolder empty;
     EXPECT_THAT(error_of([&] { open_tokenizer(empty.path()); }),
-                HasSubstr("a folder without tokenizer.json, tokenizer.model or vocab.bpe"));
+                HasSubstr("a folder without tokenizer.model, tokenizer.json or vocab.bpe"));
     test::write_text(empty / "vocab.json", "{}");
     EXPECT_THAT(error_of([&] { open_tokenizer(empty / "vocab.json"); }), HasSubstr("merges.txt must stand beside it"));
 }

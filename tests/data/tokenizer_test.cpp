@@ -132,7 +132,7 @@ TEST_P(TrainedTokenizer, IsLossless) {
     EXPECT_EQ(pieces, tokenizer->vocab_size());
     EXPECT_EQ(tokenizer->kind(), "sentencepiece");
     EXPECT_LE(tokenizer->vocab_size(), 330);
-    EXPECT_TRUE(tokenizer->splits_at_newlines());
+    EXPECT_TRUE(tokenizer->lossless());
     const auto ids = encode(*tokenizer, text);
     EXPECT_EQ(decode(*tokenizer, ids), text);
     EXPECT_THAT(ids, testing::Not(testing::Contains(tokenizer->end_of_document())));
@@ -192,7 +192,7 @@ TEST(SentencePiece, GivesTheGoldenIdsOfAPublicModel) {
                       model = test::shared_file("data/tokenizers/llama2/tokenizer.model");
     if (golden.empty() || model.empty()) GTEST_SKIP() << "no shared folder with golden tokenizers";
     const auto tokenizer = open_tokenizer(model);
-    EXPECT_FALSE(tokenizer->splits_at_newlines());
+    EXPECT_FALSE(tokenizer->lossless());
     EXPECT_EQ(tokenizer->safe_cut("Some words.\nMore", 14), 0u);  // each piece would get a dummy prefix
     EXPECT_EQ(tokenizer->end_of_document(), 2);
     const auto cases = nlohmann::json::parse(read_file(golden));

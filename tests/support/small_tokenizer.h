@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -81,6 +82,69 @@ inline nlohmann::json small_tokenizer(const nlohmann::json& pre_tokenizer,
               {"ignore_merges", false},
               {"vocab", vocabulary},
               {"merges", merges}}}};
+}
+
+struct SmallTokenizer {
+    nlohmann::json file;
+    bool lossless = true;  // every text comes back
+    bool cuttable = true;  // safe_cut finds places in most texts
+};
+
+// All the ways to part text that matter: the public regexes, several steps, spaces added, words dropped, lookahead over
+// several characters, matches that are empty, normal forms, added tokens of every kind.
+inline std::map<std::string, SmallTokenizer> small_tokenizers() {
+    using nlohmann::json;
+    std::map<std::string, SmallTokenizer> made;
+    const auto make = [&](const std::string& name, const json& pre_tokenizer, bool lossless = true,
+                          bool cuttable = true) -> json& {
+        made[name] = {small_tokenizer(pre_tokenizer), lossless, cuttable};
+        return made[name].file;
+    };
+    // An added token, with the id of the vocabulary, or the next.
+    const auto add = [](json& file, const std::string& content, bool special) -> json& {
+        const auto& vocabulary = file["model"]["vocab"];
+        auto& tokens = file["added_tokens"];
+        const auto next = static_cast<std::int64_t>(vocabulary.size() + tokens.size());
+        tokens.push_back(added_token(vocabulary.value(content, next), content, special));
+        return tokens.back();
+    };
+    const json nfc = {{"type", "NFC"}}, llama3 = sequence({split(llama3_pattern), byte_level(false)}),
+               lookahead = sequence({split(R"(the(?= then the)|[a-z]{2}(?=[^x]{3})|\S+?|\s+)"), byte_level(false)});
+    make("gpt2", byte_level(true));
+    make("gpt2 with prefix space", byte_level(true, true), false);
+    make("llama3", llama3)["model"]["ignore_merges"] = true;
+    make("digits", sequence({{{"type", "Digits"}, {"individual_digits", true}}, byte_level(true)}));
+    make("three digits",
+         sequence({split(R"(\p{N}{1,3})"), split(R"([一-龥぀-ゟ゠-ヿ]+)"), split(llama3_pattern), byte_level(false)}));
+    make("no regex", byte_level(false), true, false);
+    make("prefix space for each word", sequence({split(R"(\p{L}+)"), byte_level(true, true)}), false, false);
+    make("lookahead", lookahead);
+    make("lookbehind", sequence({split(R"((?<=[a-z]) | ?\S+)"), byte_level(false)}), true, false);
+    make("empty matches", sequence({split(R"(\d*)"), byte_level(false)}), true, false);
+    auto& only = make("matches only", sequence({split(R"( ?\p{L}+|\p{N}+)"), byte_level(false)}), false);
+    only["pre_tokenizer"]["pretokenizers"][0].update({{"behavior", "Removed"}, {"invert", true}});
+    auto& string = make("string", sequence({split(""), byte_level(true)}));
+    string["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {{"String", "."}};
+    make("nfc", byte_level(true), false)["normalizer"] = nfc;
+    make("nfc, lookahead", lookahead, false)["normalizer"] = {{"type", "Sequence"}, {"normalizers", {nfc}}};
+    make("added tokens", byte_level(true), false)["normalizer"] = nfc;
+    make("added tokens, lookahead", lookahead);
+    for (const char* name : {"added tokens", "added tokens, lookahead"}) {
+        json& file = made[name].file;
+        add(file, "<pad>", true);
+        add(file, "    ", false);
+        add(file, "w w", false);
+        add(file, "\u00c5ngstr\u00f6m e\u0301", false);
+        add(file, "<pad><pad>", true);
+        add(file, "12", false);
+    }
+    json& around = make("added tokens that look around", llama3, false, false);
+    add(around, "<mask>", true)["lstrip"] = true;
+    add(around, "<word>", true)["single_word"] = true;
+    add(around, "<pad>", true)["rstrip"] = true;
+    add(around, "the", false)["single_word"] = true;
+    add(make("lstrip", byte_level(true, true), false), "<mask>", true)["lstrip"] = true;
+    return made;
 }
 
 }  // namespace fenwick::test

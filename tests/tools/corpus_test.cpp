@@ -12,6 +12,7 @@
 #include <iterator>
 #include <vector>
 
+#include "support/small_tokenizer.h"
 #include "support/temporary_folder.h"
 
 namespace {
@@ -72,6 +73,45 @@ protected:
     fenwick::test::TemporaryFolder folder_;
     std::string corpus_ = folder_ / "corpus";
 };
+
+// From the file that others made through token file, checkpoint and exported folder and back.
+TEST_F(CorpusCommands, ATokenizerJsonGoesWithTheModel) {
+    namespace test = fenwick::test;
+    auto file = test::small_tokenizer(test::byte_level(true));
+    const std::string definition = file.dump(), tokenizer = folder_ / "tokenizer.json";
+    write_text(tokenizer, definition);
+    write_text(folder_ / "text.txt", "the tree then the level of the tree\n<|endoftext|> the end \xff\n");
+    const std::string tokens = folder_ / "a.h5";
+    const Outcome made = fenwick({"tokenize", folder_ / "text.txt", "--tokenizer", tokenizer, "-o", tokens});
+    if (made.output.find("which this build was made without") != std::string::npos) GTEST_SKIP() << made.output;
+    ASSERT_EQ(made.exit_code, 0) << made.output;
+    EXPECT_THAT(fenwick({"info", tokens}).output, HasSubstr("tokenizer.json"));
+    succeed({"tokenize", folder_ / "text.txt", "--tokenizer", tokens, "-o", folder_ / "b.h5"});
+    EXPECT_EQ(read(tokens), read(folder_ / "b.h5"));
+
+    write_text(folder_ / "config.yaml",
+               "run_dir: " + folder_ / "run" + "\nmodel: {type: mamba2, vocab_size: " +
+                   std::to_string(file["model"]["vocab"].size() + 1) +
+                   ", hidden_size: 32, num_layers: 1, num_heads: 2, head_dim: 16, state_size: 16}\ndata: {train: " + tokens +
+                   ", valid: " + tokens +
+                   ", sequence_length: 8}\ntrain: {steps: 1, batch_size: 1, device: cpu, validate_tokens: 8}\n");
+    succeed({"--quiet", "train", folder_ / "config.yaml"});
+    succeed({"export", folder_ / "run", folder_ / "exported"});
+    EXPECT_EQ(read(folder_ / "exported/tokenizer.json"), definition);
+    succeed({"import", folder_ / "exported", "-o", folder_ / "imported.h5"});
+    succeed({"--quiet", "eval", "perplexity", folder_ / "imported.h5", tokens});
+    succeed({"--quiet", "generate", folder_ / "imported.h5", "--prompt", "the", "--max-tokens", "4"});
+
+    // Several ends of a document: one is named, and goes with the tokenizer.
+    file["added_tokens"].push_back(test::added_token(static_cast<std::int64_t>(file["model"]["vocab"].size()) + 1, "</s>"));
+    write_text(tokenizer, file.dump());
+    expect_refused({"tokenize", folder_ / "text.txt", "--tokenizer", tokenizer, "-o", folder_ / "c.h5"},
+                   "'<|endoftext|>' and '</s>' could end a document; name one with --end-of-document");
+    succeed({"tokenize", folder_ / "text.txt", "--tokenizer", tokenizer, "--end-of-document", "</s>", "-o", folder_ / "c.h5"});
+    EXPECT_THAT(fenwick({"info", folder_ / "c.h5"}).output, HasSubstr("</s>"));  // the end of the text
+    expect_refused({"tokenize", folder_ / "text.txt", "--tokenizer", tokens, "--end-of-document", "</s>", "-o", folder_ / "d.h5"},
+                   "has its end of a document; --end-of-document is for a tokenizer.json");
+}
 
 TEST_F(CorpusCommands, AFolderOfShardsStandsWhereATokenFileDoes) {
     make_corpus();
