@@ -36,7 +36,7 @@ struct TextBatch {
 
 // Where a text may be cut into pieces: the longest is about 32 KiB where the tokenizer finds a safe place to cut. Where it
 // finds none a piece grows to `longest_piece`, and is then cut before a space, else between characters.
-inline constexpr std::size_t longest_piece = 4 << 20;
+inline constexpr std::size_t longest_piece = 2 << 20;
 // The end of the first piece of a text, or 0 where it needs more text to decide; `whole`: no more text comes. `limit` is the
 // caller's to keep from call to call, starting from first_limit.
 inline constexpr std::size_t first_limit = 32 << 10;

@@ -90,7 +90,7 @@ TEST(Documents, PiecesAreCutWhereTheTokenizerAllows) {
         EXPECT_TRUE(split(text, DocumentUnit::file, cutter, step).pieces == whole.pieces) << step;
 }
 
-// Where no safe place is found a document goes whole up to 4 MiB; then it is cut before a space, else between characters.
+// Where no safe place is found a document goes whole up to 2 MiB; then it is cut before a space, else between characters.
 TEST(Documents, PiecesEndSomewhereAllTheSame) {
     const Cutter cutter(false);
     std::string words, solid;
