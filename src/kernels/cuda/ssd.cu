@@ -1568,7 +1568,8 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
                      static_cast<std::size_t>(p.all_levels * (edge + 1) + edge * (p.levels | 1) + 64) * sizeof(float), p);
         if (p.slots != p.documents) {
-            launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
+            if (p.log_linear)  // the linear scan's one bucket has no readers but the next chunk
+                launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
             launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
         }
         launch_tiles(op, exec, decay_gradients<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
