@@ -202,6 +202,15 @@ TEST(SentencePiece, GivesTheGoldenIdsOfAPublicModel) {
         EXPECT_EQ(encode(*tokenizer, cases.at("strings").at(i).get<std::string>()), ids) << "string " << i;
         EXPECT_EQ(decode(*tokenizer, ids), expected.at("decoded").at(i).get<std::string>()) << "string " << i;
     }
+    const std::string wikitext = test::shared_file("data/wikitext-2-raw/wiki.test.raw");
+    if (wikitext.empty()) GTEST_SKIP() << "no shared folder with WikiText-2";
+    const std::string text = read_file(wikitext);
+    const auto ids = encode(*tokenizer, text);
+    const auto& whole = expected.at("wikitext2_test_raw");
+    EXPECT_EQ(ids.size(), whole.at("tokens").get<std::size_t>());
+    EXPECT_EQ(sha256_hex(std::string_view(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(ids[0]))),
+              whole.at("sha256_uint32_le").get<std::string>());
+    EXPECT_EQ(decode(*tokenizer, ids) == text, whole.at("round_trip").get<bool>());
 }
 
 }  // namespace
