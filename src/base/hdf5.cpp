@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csetjmp>
+#include <csignal>
 #include <cstring>
 #include <mutex>
 #include <type_traits>
@@ -87,6 +89,32 @@ Id checked(Id result, std::string_view path, std::string_view action) {
 void close_checked(Handle& handle, herr_t (*close)(hid_t), std::string_view path, std::string_view action) {
     const hid_t id = handle.release();
     checked(close(id), path, action);
+}
+
+// Where a division by zero in the library leads to; null outside of guarded().
+thread_local sigjmp_buf* division_escape = nullptr;
+
+void on_division_by_zero(int) {
+    if (division_escape != nullptr) siglongjmp(*division_escape, 1);
+    std::signal(SIGFPE, SIG_DFL);  // not the library's: as if nobody had listened
+    std::raise(SIGFPE);
+}
+
+// A call of the library that reads what a file says of its layout. The library divides by sizes of chunks as they stand there,
+// also by 0 where a byte was damaged. `call` must have nothing to destroy: it may be left in its middle.
+template <class Call>
+auto guarded(std::string_view path, Call&& call) {
+    [[maybe_unused]] static const auto previous = std::signal(SIGFPE, on_division_by_zero);
+    sigjmp_buf escape;
+    if (sigsetjmp(escape, 1) != 0) {
+        division_escape = nullptr;
+        H5Eclear2(H5E_DEFAULT);
+        fail("{}: damaged HDF5 file: its description of a dataset makes no sense", path);
+    }
+    division_escape = &escape;
+    const auto result = call();
+    division_escape = nullptr;
+    return result;
 }
 
 template <class T>
@@ -180,20 +208,22 @@ bool exists_in(hid_t file, const std::string& name) {
 
 Handle open_object(hid_t file, const std::string& name, std::string_view path) {
     FENWICK_CHECK(exists_in(file, name), "{}: object '{}' is missing", path, name);
-    return own_object(checked(H5Oopen(file, name.c_str(), H5P_DEFAULT), path, fmt::format("object '{}' cannot be opened", name)));
+    return own_object(checked(guarded(path, [&] { return H5Oopen(file, name.c_str(), H5P_DEFAULT); }), path,
+                              fmt::format("object '{}' cannot be opened", name)));
 }
 
-bool is_dataset_in(hid_t file, const std::string& name) {
+bool is_dataset_in(hid_t file, const std::string& name, std::string_view path) {
     if (!exists_in(file, name)) return false;
-    const Handle object = own_object(H5Oopen(file, name.c_str(), H5P_DEFAULT));
+    const Handle object = own_object(guarded(path, [&] { return H5Oopen(file, name.c_str(), H5P_DEFAULT); }));
     return object && H5Iget_type(object.get()) == H5I_DATASET;
 }
 
 Handle open_dataset(hid_t file, const std::string& name, std::string_view path) {
     FENWICK_CHECK(exists_in(file, name), "{}: dataset '{}' is missing", path, name);
-    FENWICK_CHECK(is_dataset_in(file, name), "{}: '{}' is a group; a dataset is needed", path, name);
+    FENWICK_CHECK(is_dataset_in(file, name, path), "{}: '{}' is a group; a dataset is needed", path, name);
     return own_dataset(
-        checked(H5Dopen2(file, name.c_str(), H5P_DEFAULT), path, fmt::format("dataset '{}' cannot be opened", name)));
+        checked(guarded(path, [&] { return H5Dopen2(file, name.c_str(), H5P_DEFAULT); }), path,
+                fmt::format("dataset '{}' cannot be opened", name)));
 }
 
 std::int64_t file_bytes(const std::string& path) {
@@ -216,7 +246,7 @@ void read_all(hid_t file, const std::string& name, hid_t memory_type, void* out,
                   shape_text(info.shape), count);
     if (count == 0) return;
     const Handle transfer = transfer_properties(memory_type, path);
-    checked(H5Dread(dataset.get(), memory_type, H5S_ALL, H5S_ALL, transfer.get(), out), path,
+    checked(guarded(path, [&] { return H5Dread(dataset.get(), memory_type, H5S_ALL, H5S_ALL, transfer.get(), out); }), path,
             fmt::format("dataset '{}' cannot be read", name));
 }
 
@@ -234,7 +264,7 @@ void read_part(hid_t file, const std::string& name, hid_t memory_type, void* out
     checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, "H5Sselect_hyperslab");
     const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, "H5Screate_simple"));
     const Handle transfer = transfer_properties(memory_type, path);
-    checked(H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out), path,
+    checked(guarded(path, [&] { return H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out); }), path,
             fmt::format("dataset '{}' cannot be read", name));
 }
 
@@ -348,7 +378,7 @@ void collect_datasets(hid_t file, const std::string& group, const std::string& p
     for (const std::string& name : children(file, group, path)) {
         const std::string full = group.empty() || group == "/" ? name : group + "/" + name;
         if (!exists_in(file, full)) continue;  // a link to nowhere
-        if (is_dataset_in(file, full))
+        if (is_dataset_in(file, full, path))
             found.push_back(prefix + name);
         else
             collect_datasets(file, full, prefix + name + "/", depth + 1, found, path);
@@ -401,7 +431,7 @@ bool File::exists(const std::string& name) const {
 
 bool File::is_dataset(const std::string& name) const {
     const Lock lock;
-    return is_dataset_in(file_.get(), name);
+    return is_dataset_in(file_.get(), name, path_);
 }
 
 std::vector<std::string> File::list(const std::string& group) const {

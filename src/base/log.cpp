@@ -1,8 +1,21 @@
 #include "base/log.h"
 
+#include <spdlog/sinks/stdout_sinks.h>
+
 #include "base/error.h"
 
 namespace fenwick {
+namespace {
+
+// Standard output holds results: text that was generated, tables.
+[[maybe_unused]] const bool goes_to_standard_error = [] {
+    auto logger = spdlog::stderr_logger_mt("fenwick");
+    logger->set_pattern("fenwick: %l: %v");
+    spdlog::set_default_logger(std::move(logger));
+    return true;
+}();
+
+}  // namespace
 
 void set_log_level(std::string_view level) {
     for (const auto known : {spdlog::level::trace, spdlog::level::debug, spdlog::level::info, spdlog::level::warn,

@@ -33,7 +33,8 @@ public:
         // An empty or foreign message parses as a model without pieces.
         const auto status = processor_.LoadFromSerializedProto(definition_);
         FENWICK_CHECK(!definition.empty() && status.ok() && processor_.GetPieceSize() > 0,
-                      "{} is not a SentencePiece model; \"bytes\" or the path of a SentencePiece model is needed", name);
+                      "{} is not a SentencePiece model; \"bytes\", or the path of a SentencePiece model, a tokenizer.json, or a vocab.bpe beside its "
+                      "encoder.json is needed", name);
         for (const int id : {processor_.eos_id(), processor_.bos_id(), processor_.unk_id()})
             if (end_of_document_ < 0 && id >= 0) end_of_document_ = id;
         FENWICK_CHECK(end_of_document_ >= 0, "{} has no end, begin or unknown piece to end documents with", name);

@@ -211,6 +211,15 @@ TokenFileInfo TokenFileWriter::finish() {
 
 // ---------------------------------------------------------------------------------------------------- reading
 
+bool is_token_file(const std::string& path) {
+    try {
+        const auto file = hdf5::File::open(path);
+        return file.has_attribute("/", "format") && file.attribute_string("/", "format") == format_name;
+    } catch (const Error&) {
+        return false;
+    }
+}
+
 struct TokenFile::Implementation {
     using Chunk = std::shared_ptr<const std::vector<std::uint8_t>>;
 

@@ -34,6 +34,9 @@ struct TokenSource {
     static TokenSource from_json(std::string_view text);  // throws nlohmann::json::exception
 };
 
+// Whether the file says that it is one; it may be damaged.
+bool is_token_file(const std::string& path);
+
 // Reads a token file. Opening checks the format mark, the completion mark and the sizes; a chunk of tokens and a list of
 // the documents are read and checked when they are first asked for; verify() checks everything. All of it is thread-safe.
 class TokenFile {

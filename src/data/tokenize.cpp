@@ -354,8 +354,16 @@ private:
             if (!fs::exists(path, ignored)) continue;
             FENWICK_CHECK(options_.overwrite, "{} exists already; name another place, or give --overwrite to replace it",
                           path);
-            FENWICK_CHECK(is_token_file_path(path) ? fs::is_regular_file(path, ignored) : is_corpus_folder(path),
+            FENWICK_CHECK(is_token_file_path(path) ? is_token_file(path) : is_corpus_folder(path),
                           "{} is no corpus, and is not replaced; name another place", path);
+            if (is_token_file_path(path)) continue;
+            for (const auto& entry : fs::directory_iterator(path, ignored)) {
+                const std::string name = entry.path().filename().string(), stem = entry.path().stem().string();
+                const bool is_shard = entry.path().extension() == ".h5" && stem.find_first_not_of("0123456789") == std::string::npos;
+                FENWICK_CHECK(is_shard || name == manifest_name || name == sources_name,
+                              "{} holds {}, which is no part of a corpus; it is not replaced: move that away, or name another place",
+                              path, name);
+            }
         }
     }
 
@@ -386,7 +394,12 @@ private:
         try {
             for (const auto& output : outputs_) {
                 std::error_code error;
-                if (fs::create_directory(output->work_folder(), error)) made.push_back(output->work_folder());
+                const std::string& work = output->work_folder();
+                if (fs::exists(work, error) && !fs::exists(work + "/lock", error) &&
+                    (!fs::is_directory(work, error) || !fs::is_empty(work, error)))
+                    fail("{} is in the way, and nothing that fenwick tokenize left; move it away, or name another output", work);
+                error.clear();
+                if (fs::create_directory(work, error)) made.push_back(work);
                 FENWICK_CHECK(!error, "{}: cannot be written: {}", output->output(),
                               error == std::errc::no_such_file_or_directory ? "its folder does not exist" : error.message());
                 FENWICK_CHECK(locks_.emplace_back().acquire(output->work_folder() + "/lock"),

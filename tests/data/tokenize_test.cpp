@@ -610,6 +610,21 @@ TEST_F(TokenizeCorpus, OutputsThatExistAreKept) {
               options_.output + " is no corpus, and is not replaced; name another place");
     EXPECT_EQ(read_file(folder_ / "precious/a"), "b");
     EXPECT_FALSE(std::filesystem::exists(folder_ / "precious.partial"));
+    options_.output = text("notes.h5", "mine");
+    EXPECT_EQ(error_of([&] { tokenize(*bytes_, options_); }),
+              options_.output + " is no corpus, and is not replaced; name another place");
+    EXPECT_EQ(read_file(options_.output), "mine");
+    // A corpus with files of the user's beside it, and a folder that has the name of the work folder by chance
+    options_.output = folder_ / "mixed";
+    tokenize(*bytes_, options_);
+    text("mixed/mine.txt", "x");
+    EXPECT_THAT(error_of([&] { tokenize(*bytes_, options_); }), HasSubstr("holds mine.txt, which is no part of a corpus"));
+    EXPECT_EQ(read_file(folder_ / "mixed/mine.txt"), "x");
+    options_.output = folder_ / "chance";
+    std::filesystem::create_directory(folder_ / "chance.partial");
+    text("chance.partial/mine.txt", "x");
+    EXPECT_THAT(error_of([&] { tokenize(*bytes_, options_); }), HasSubstr("chance.partial is in the way"));
+    EXPECT_EQ(read_file(folder_ / "chance.partial/mine.txt"), "x");
     options_.output = folder_ / "in/corpus";
     EXPECT_THAT(error_of([&] { tokenize(*bytes_, options_); }),
                 HasSubstr("would lie in " + folder_.path() + "/in, a folder that is read"));
