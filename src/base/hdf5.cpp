@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <csetjmp>
-#include <csignal>
 #include <cstring>
 #include <mutex>
 #include <type_traits>
@@ -58,6 +56,8 @@ Handle own_properties(hid_t id) { return {id, locked_close<H5Pclose>}; }
 Handle own_object(hid_t id) { return {id, locked_close<H5Oclose>}; }
 Handle own_group(hid_t id) { return {id, locked_close<H5Gclose>}; }
 
+constexpr std::string_view damage = "the file is damaged (a checksum does not fit)";
+
 // The most telling line of the error stack: the system's reason where there is one, else the innermost description.
 std::string reason() {
     std::string text;
@@ -76,6 +76,7 @@ std::string reason() {
         const auto from = begin + mark.size();
         text = text.substr(from, text.find('\'', from) - from);
     }
+    if (text.find("checksum") != std::string::npos) return std::string(damage);
     return text.empty() ? "unknown HDF5 error" : text;
 }
 
@@ -89,32 +90,6 @@ Id checked(Id result, std::string_view path, std::string_view action) {
 void close_checked(Handle& handle, herr_t (*close)(hid_t), std::string_view path, std::string_view action) {
     const hid_t id = handle.release();
     checked(close(id), path, action);
-}
-
-// Where a division by zero in the library leads to; null outside of guarded().
-thread_local sigjmp_buf* division_escape = nullptr;
-
-void on_division_by_zero(int) {
-    if (division_escape != nullptr) siglongjmp(*division_escape, 1);
-    std::signal(SIGFPE, SIG_DFL);  // not the library's: as if nobody had listened
-    std::raise(SIGFPE);
-}
-
-// A call of the library that reads what a file says of its layout. The library divides by sizes of chunks as they stand there,
-// also by 0 where a byte was damaged. `call` must have nothing to destroy: it may be left in its middle.
-template <class Call>
-auto guarded(std::string_view path, Call&& call) {
-    [[maybe_unused]] static const auto previous = std::signal(SIGFPE, on_division_by_zero);
-    sigjmp_buf escape;
-    if (sigsetjmp(escape, 1) != 0) {
-        division_escape = nullptr;
-        H5Eclear2(H5E_DEFAULT);
-        fail("{}: damaged HDF5 file: its description of a dataset makes no sense", path);
-    }
-    division_escape = &escape;
-    const auto result = call();
-    division_escape = nullptr;
-    return result;
 }
 
 template <class T>
@@ -162,22 +137,24 @@ Handle transfer_properties(hid_t memory_type, std::string_view path) {
     return properties;
 }
 
-// Intermediate groups are made; no times are kept, so that the same contents give the same bytes.
-Handle link_properties(std::string_view path) {
-    Handle properties = own_properties(checked(H5Pcreate(H5P_LINK_CREATE), path, "H5Pcreate"));
-    checked(H5Pset_create_intermediate_group(properties.get(), 1), path, "H5Pset_create_intermediate_group");
+// Of files, groups and datasets to be made: no times are kept, so that the same contents give the same bytes.
+Handle creation_properties(hid_t kind, std::string_view path) {
+    Handle properties = own_properties(checked(H5Pcreate(kind), path, "H5Pcreate"));
+    checked(H5Pset_obj_track_times(properties.get(), false), path, "H5Pset_obj_track_times");
     return properties;
 }
 
 Handle dataset_properties(std::string_view path) {
-    Handle properties = own_properties(checked(H5Pcreate(H5P_DATASET_CREATE), path, "H5Pcreate"));
-    checked(H5Pset_obj_track_times(properties.get(), false), path, "H5Pset_obj_track_times");
+    Handle properties = creation_properties(H5P_DATASET_CREATE, path);
     checked(H5Pset_fill_time(properties.get(), H5D_FILL_TIME_NEVER), path, "H5Pset_fill_time");
     return properties;
 }
 
 Handle access_properties(std::string_view path) {
     Handle properties = own_properties(checked(H5Pcreate(H5P_FILE_ACCESS), path, "H5Pcreate"));
+    // What is written has the format of HDF5 1.10, in which every structure of the file carries a checksum that the library
+    // compares before it reads on. Damaged, the older ones lead it into divisions by zero, endless loops, and worse.
+    checked(H5Pset_libver_bounds(properties.get(), H5F_LIBVER_V110, H5F_LIBVER_V110), path, "H5Pset_libver_bounds");
     checked(H5Pset_fclose_degree(properties.get(), H5F_CLOSE_STRONG), path, "H5Pset_fclose_degree");
     // Locks, except where the file system has none.
     checked(H5Pset_file_locking(properties.get(), true, true), path, "H5Pset_file_locking");
@@ -196,34 +173,38 @@ std::vector<std::int64_t> shape_of(hid_t dataset, std::string_view path) {
     return {sizes.begin(), sizes.end()};
 }
 
-bool exists_in(hid_t file, const std::string& name) {
+bool link_exists(hid_t file, const std::string& name, std::string_view path) {
+    const htri_t found = H5Lexists(file, name.c_str(), H5P_DEFAULT);
+    if (found < 0)  // a part of the way is no group, or a group that cannot be read
+        if (const std::string why = reason(); why == damage) fail("{}: '{}' cannot be looked for: {}", path, name, why);
+    return found > 0;
+}
+
+bool exists_in(hid_t file, const std::string& name, std::string_view path) {
     if (name.empty() || name == "/") return true;
     // H5Lexists needs every part of the way to exist, so ask part by part.
     for (std::size_t end = name.find('/', 1); end != std::string::npos; end = name.find('/', end + 1))
-        if (H5Lexists(file, name.substr(0, end).c_str(), H5P_DEFAULT) <= 0) return H5Eclear2(H5E_DEFAULT), false;
-    const bool found = H5Lexists(file, name.c_str(), H5P_DEFAULT) > 0 && H5Oexists_by_name(file, name.c_str(), H5P_DEFAULT) > 0;
+        if (!link_exists(file, name.substr(0, end), path)) return false;
+    const bool found = link_exists(file, name, path) && H5Oexists_by_name(file, name.c_str(), H5P_DEFAULT) > 0;
     H5Eclear2(H5E_DEFAULT);
     return found;
 }
 
 Handle open_object(hid_t file, const std::string& name, std::string_view path) {
-    FENWICK_CHECK(exists_in(file, name), "{}: object '{}' is missing", path, name);
-    return own_object(checked(guarded(path, [&] { return H5Oopen(file, name.c_str(), H5P_DEFAULT); }), path,
-                              fmt::format("object '{}' cannot be opened", name)));
+    FENWICK_CHECK(exists_in(file, name, path), "{}: object '{}' is missing", path, name);
+    return own_object(
+        checked(H5Oopen(file, name.c_str(), H5P_DEFAULT), path, fmt::format("object '{}' cannot be opened", name)));
 }
 
 bool is_dataset_in(hid_t file, const std::string& name, std::string_view path) {
-    if (!exists_in(file, name)) return false;
-    const Handle object = own_object(guarded(path, [&] { return H5Oopen(file, name.c_str(), H5P_DEFAULT); }));
-    return object && H5Iget_type(object.get()) == H5I_DATASET;
+    return exists_in(file, name, path) && H5Iget_type(open_object(file, name, path).get()) == H5I_DATASET;
 }
 
 Handle open_dataset(hid_t file, const std::string& name, std::string_view path) {
-    FENWICK_CHECK(exists_in(file, name), "{}: dataset '{}' is missing", path, name);
+    FENWICK_CHECK(exists_in(file, name, path), "{}: dataset '{}' is missing", path, name);
     FENWICK_CHECK(is_dataset_in(file, name, path), "{}: '{}' is a group; a dataset is needed", path, name);
     return own_dataset(
-        checked(guarded(path, [&] { return H5Dopen2(file, name.c_str(), H5P_DEFAULT); }), path,
-                fmt::format("dataset '{}' cannot be opened", name)));
+        checked(H5Dopen2(file, name.c_str(), H5P_DEFAULT), path, fmt::format("dataset '{}' cannot be opened", name)));
 }
 
 std::int64_t file_bytes(const std::string& path) {
@@ -246,7 +227,7 @@ void read_all(hid_t file, const std::string& name, hid_t memory_type, void* out,
                   shape_text(info.shape), count);
     if (count == 0) return;
     const Handle transfer = transfer_properties(memory_type, path);
-    checked(guarded(path, [&] { return H5Dread(dataset.get(), memory_type, H5S_ALL, H5S_ALL, transfer.get(), out); }), path,
+    checked(H5Dread(dataset.get(), memory_type, H5S_ALL, H5S_ALL, transfer.get(), out), path,
             fmt::format("dataset '{}' cannot be read", name));
 }
 
@@ -264,21 +245,38 @@ void read_part(hid_t file, const std::string& name, hid_t memory_type, void* out
     checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, "H5Sselect_hyperslab");
     const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, "H5Screate_simple"));
     const Handle transfer = transfer_properties(memory_type, path);
-    checked(guarded(path, [&] { return H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out); }), path,
+    checked(H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out), path,
             fmt::format("dataset '{}' cannot be read", name));
+}
+
+void make_groups(hid_t file, const std::string& name, std::string_view path) {
+    if (exists_in(file, name, path)) return;
+    if (const auto slash = name.rfind('/'); slash != std::string::npos) make_groups(file, name.substr(0, slash), path);
+    const std::string action = fmt::format("group '{}' cannot be created", name);
+    const Handle properties = creation_properties(H5P_GROUP_CREATE, path);
+    Handle group =
+        own_group(checked(H5Gcreate2(file, name.c_str(), H5P_DEFAULT, properties.get(), H5P_DEFAULT), path, action));
+    close_checked(group, H5Gclose, path, action);
+}
+
+// A dataset that is not there yet, in groups that are made where they are missing.
+Handle make_dataset(hid_t file, const std::string& name, hid_t type, hid_t space, hid_t properties, std::string_view path,
+                    std::string_view action) {
+    FENWICK_CHECK(!exists_in(file, name, path), "{}: '{}' exists already", path, name);
+    if (const auto slash = name.rfind('/'); slash != std::string::npos) make_groups(file, name.substr(0, slash), path);
+    return own_dataset(
+        checked(H5Dcreate2(file, name.c_str(), type, space, H5P_DEFAULT, properties, H5P_DEFAULT), path, action));
 }
 
 void write_all(hid_t file, const std::string& name, hid_t type, const void* data, const std::vector<std::int64_t>& shape,
                const std::string& path) {
     const std::string action = fmt::format("dataset '{}' cannot be written", name);
-    FENWICK_CHECK(!exists_in(file, name), "{}: '{}' exists already", path, name);
     const std::vector<hsize_t> sizes(shape.begin(), shape.end());
     const Handle space = own_space(
         checked(sizes.empty() ? H5Screate(H5S_SCALAR) : H5Screate_simple(static_cast<int>(sizes.size()), sizes.data(), nullptr),
                 path, action));
-    const Handle links = link_properties(path), properties = dataset_properties(path);
-    Handle dataset = own_dataset(
-        checked(H5Dcreate2(file, name.c_str(), type, space.get(), links.get(), properties.get(), H5P_DEFAULT), path, action));
+    const Handle properties = dataset_properties(path);
+    Handle dataset = make_dataset(file, name, type, space.get(), properties.get(), path, action);
     if (DatasetInfo{ElementType::other, shape}.count() > 0)
         checked(H5Dwrite(dataset.get(), type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data), path, action);
     close_checked(dataset, H5Dclose, path, action);
@@ -286,20 +284,18 @@ void write_all(hid_t file, const std::string& name, hid_t type, const void* data
 
 void create_growing(hid_t file, const std::string& name, hid_t type, std::int64_t chunk, int deflate, const std::string& path) {
     const std::string action = fmt::format("dataset '{}' cannot be created", name);
-    FENWICK_CHECK(!exists_in(file, name), "{}: '{}' exists already", path, name);
     FENWICK_CHECK(chunk >= 1 && deflate >= 0 && deflate <= 9,
                   "{}: dataset '{}': chunk {} and deflate {} are asked for; at least 1 and 0 to 9 are needed", path, name, chunk,
                   deflate);
     const hsize_t size = 0, limit = H5S_UNLIMITED, chunk_size = static_cast<hsize_t>(chunk);
     const Handle space = own_space(checked(H5Screate_simple(1, &size, &limit), path, action));
-    const Handle links = link_properties(path), properties = dataset_properties(path);
+    const Handle properties = dataset_properties(path);
     checked(H5Pset_chunk(properties.get(), 1, &chunk_size), path, action);
     if (deflate > 0) {
         checked(H5Pset_shuffle(properties.get()), path, action);
         checked(H5Pset_deflate(properties.get(), static_cast<unsigned>(deflate)), path, action);
     }
-    Handle dataset = own_dataset(
-        checked(H5Dcreate2(file, name.c_str(), type, space.get(), links.get(), properties.get(), H5P_DEFAULT), path, action));
+    Handle dataset = make_dataset(file, name, type, space.get(), properties.get(), path, action);
     close_checked(dataset, H5Dclose, path, action);
 }
 
@@ -351,23 +347,16 @@ void write_attribute(hid_t file, const std::string& object_name, const std::stri
 }
 
 std::vector<std::string> children(hid_t file, const std::string& group_name, std::string_view path) {
-    FENWICK_CHECK(exists_in(file, group_name), "{}: group '{}' is missing", path, group_name);
-    const Handle group = own_group(
-        checked(H5Gopen2(file, group_name.empty() ? "/" : group_name.c_str(), H5P_DEFAULT), path,
-                fmt::format("'{}' is not a group", group_name)));
-    H5G_info_t info;
-    checked(H5Gget_info(group.get(), &info), path, "H5Gget_info");
+    FENWICK_CHECK(exists_in(file, group_name, path), "{}: group '{}' is missing", path, group_name);
+    const Handle group = own_group(checked(H5Gopen2(file, group_name.empty() ? "/" : group_name.c_str(), H5P_DEFAULT), path,
+                                           fmt::format("'{}' is not a group", group_name)));
     std::vector<std::string> names;
-    for (hsize_t i = 0; i < info.nlinks; ++i) {
-        const ssize_t length =
-            checked(H5Lget_name_by_idx(group.get(), ".", H5_INDEX_NAME, H5_ITER_INC, i, nullptr, 0, H5P_DEFAULT), path,
-                    "H5Lget_name_by_idx");
-        std::string name(static_cast<std::size_t>(length) + 1, '\0');
-        checked(H5Lget_name_by_idx(group.get(), ".", H5_INDEX_NAME, H5_ITER_INC, i, name.data(), name.size(), H5P_DEFAULT), path,
-                "H5Lget_name_by_idx");
-        name.pop_back();
-        names.push_back(std::move(name));
-    }
+    const auto collect = [](hid_t, const char* name, const auto*, void* found) -> herr_t {
+        static_cast<std::vector<std::string>*>(found)->emplace_back(name);
+        return 0;
+    };
+    checked(H5Literate(group.get(), H5_INDEX_NAME, H5_ITER_NATIVE, nullptr, collect, &names), path,
+            fmt::format("group '{}' cannot be listed", group_name));
     std::sort(names.begin(), names.end());
     return names;
 }
@@ -377,7 +366,7 @@ void collect_datasets(hid_t file, const std::string& group, const std::string& p
     FENWICK_CHECK(depth < 64, "{}: groups are nested more than 64 deep (a link that points back?)", path);
     for (const std::string& name : children(file, group, path)) {
         const std::string full = group.empty() || group == "/" ? name : group + "/" + name;
-        if (!exists_in(file, full)) continue;  // a link to nowhere
+        if (!exists_in(file, full, path)) continue;  // a link to nowhere
         if (is_dataset_in(file, full, path))
             found.push_back(prefix + name);
         else
@@ -420,13 +409,16 @@ File File::open_append(const std::string& path) {
 
 File File::create(const std::string& path) {
     const Lock lock;
-    const Handle access = access_properties(path);
-    return {path, own_file(checked(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access.get()), path, "cannot be created"))};
+    const Handle access = access_properties(path), creation = creation_properties(H5P_FILE_CREATE, path);
+    // The root's attributes stand in its header, not in an index of their own, which would take longer to open.
+    checked(H5Pset_attr_phase_change(creation.get(), 64, 48), path, "H5Pset_attr_phase_change");
+    return {path, own_file(checked(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.get(), access.get()), path,
+                                   "cannot be created"))};
 }
 
 bool File::exists(const std::string& name) const {
     const Lock lock;
-    return exists_in(file_.get(), name);
+    return exists_in(file_.get(), name, path_);
 }
 
 bool File::is_dataset(const std::string& name) const {
@@ -449,12 +441,7 @@ std::vector<std::string> File::all_datasets(const std::string& group) const {
 
 void File::create_group(const std::string& name) {
     const Lock lock;
-    if (exists_in(file_.get(), name)) return;
-    const Handle links = link_properties(path_);
-    const std::string action = fmt::format("group '{}' cannot be created", name);
-    Handle group =
-        own_group(checked(H5Gcreate2(file_.get(), name.c_str(), links.get(), H5P_DEFAULT, H5P_DEFAULT), path_, action));
-    close_checked(group, H5Gclose, path_, action);
+    make_groups(file_.get(), name, path_);
 }
 
 DatasetInfo File::info(const std::string& name) const {
@@ -555,7 +542,7 @@ FENWICK_HDF5_TYPE(std::uint8_t);
 
 bool File::has_attribute(const std::string& object, const std::string& name) const {
     const Lock lock;
-    if (!exists_in(file_.get(), object)) return false;
+    if (!exists_in(file_.get(), object, path_)) return false;
     const Handle opened = open_object(file_.get(), object, path_);
     return H5Aexists(opened.get(), name.c_str()) > 0;
 }

@@ -52,7 +52,7 @@ class File {
 public:
     static File open(const std::string& path);        // read only; throws Error: missing, not HDF5, truncated
     static File open_append(const std::string& path); // read and write an existing file
-    static File create(const std::string& path);      // truncates an existing file
+    static File create(const std::string& path);      // truncates an existing file; in the format of HDF5 1.10
     const std::string& path() const { return path_; }
 
     bool exists(const std::string& name) const;  // group or dataset

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <hdf5.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/files.h"
 #include "support/temporary_folder.h"
 
 namespace fenwick {
@@ -196,6 +198,31 @@ TEST(Hdf5, AppendsToAnExistingFile) {
     EXPECT_THAT(file.read<std::int32_t>("v"), ElementsAre(1, 2, 3, 1, 2));
     file.close();
     EXPECT_NE(error_of([&] { File::open(folder / "a.h5").append("v", values, 1); }), "");
+}
+
+// As h5py and others write them unless told otherwise; ours have superblock version 3, whose structures carry checksums.
+TEST(Hdf5, ReadsAndExtendsFilesOfTheOldestFormat) {
+    test::TemporaryFolder folder;
+    const std::string path = folder / "old.h5";
+    const std::int32_t values[] = {1, 2, 3};
+    const hsize_t size = 3, limit = H5S_UNLIMITED, chunk = 2;
+    const hid_t file = H5Fcreate(path.c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, H5P_DEFAULT),
+                space = H5Screate_simple(1, &size, &limit), properties = H5Pcreate(H5P_DATASET_CREATE);
+    H5Pset_chunk(properties, 1, &chunk);
+    const hid_t dataset = H5Dcreate2(file, "v", H5T_NATIVE_INT32, space, H5P_DEFAULT, properties, H5P_DEFAULT);
+    ASSERT_GE(H5Dwrite(dataset, H5T_NATIVE_INT32, H5S_ALL, H5S_ALL, H5P_DEFAULT, values), 0);
+    H5Dclose(dataset), H5Pclose(properties), H5Sclose(space), H5Fclose(file);
+    const auto superblock_version = [](const std::string& name) { return read_file(name).at(8); };
+    EXPECT_EQ(superblock_version(path), 0);
+    EXPECT_THAT(File::open(path).read<std::int32_t>("v"), ElementsAre(1, 2, 3));
+    {
+        File appended = File::open_append(path);
+        appended.append("v", values, 2);
+        appended.close();
+    }
+    EXPECT_THAT(File::open(path).read<std::int32_t>("v"), ElementsAre(1, 2, 3, 1, 2));
+    File::create(folder / "new.h5").close();
+    EXPECT_EQ(superblock_version(folder / "new.h5"), 3);
 }
 
 // A full disk is an error of the write, the flush or the close, and never a crash afterwards.

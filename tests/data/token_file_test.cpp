@@ -13,6 +13,7 @@
 #include "base/parallel.h"
 #include "base/random.h"
 #include "data/tokenizer.h"
+#include "support/damage.h"
 #include "support/temporary_folder.h"
 
 namespace fenwick::data {
@@ -183,28 +184,43 @@ TEST(TokenFile, DamageIsFoundByChunk) {
     EXPECT_EQ(error_of([&] { file.verify(); }), message);
 }
 
-// Bytes all over a small file flipped in turn: an Error or an untouched result, never a crash or other tokens.
-TEST(TokenFile, NoFlippedByteGivesOtherTokens) {
+// Every byte of a small file damaged in turn, but of the chunks' contents only some: an Error of one line, or the tokens as
+// they were. HDF5's own structures, which are most of such a file, must not lead the library astray.
+TEST(TokenFile, NoDamagedByteGivesOtherTokens) {
     test::TemporaryFolder folder;
     const std::string path = folder / "a.h5";
     const Written written = write(path, *open_tokenizer("bytes"), 5, 0, 60);
-    const std::string bytes = read_file(path);
-    int refused = 0;
-    for (std::size_t i = 0; i < bytes.size(); i += i < 4096 ? 41 : 4099) {
-        std::string damaged = bytes;
-        damaged[i] = static_cast<char>(damaged[i] ^ 0x41);
-        test::write_text(path, damaged);
-        try {
+    std::vector<std::pair<std::size_t, std::size_t>> contents;  // where they are, and how many bytes
+    {
+        const auto file = hdf5::File::open(path);
+        contents.emplace_back(file.position_of_chunk<std::uint16_t>("tokens", 0), 2 << 15);
+        contents.emplace_back(file.position_of_chunk<std::uint32_t>("token_checksums", 0), 4 << 12);
+        for (const char* name : {"documents/offsets", "documents/bytes", "documents/words"})
+            contents.emplace_back(file.position_of_chunk<std::int64_t>(name, 0), 8 << 12);
+    }
+    const auto step = [&](std::size_t position) {
+        for (const auto& [begin, size] : contents)
+            if (position >= begin && position < begin + size)
+                return std::min<std::size_t>(begin + size - position, position < begin + 64 ? 1 : 4099);
+        return std::size_t{1};
+    };
+    int refused = 0, checked = 0;
+    test::for_each_damaged_byte(path, step, [&](std::size_t position) {
+        ++checked;
+        const std::string message = error_of([&] {
             const TokenFile file(path);
             file.verify();
             std::vector<std::int32_t> out(static_cast<std::size_t>(file.info().num_tokens));
             file.read(0, file.info().num_tokens, out.data());
-            EXPECT_EQ(out, written.tokens) << "byte " << i;
-        } catch (const Error&) {
-            ++refused;
-        }
-    }
-    EXPECT_GT(refused, 20);
+            EXPECT_EQ(out, written.tokens) << "byte " << position;
+            EXPECT_EQ(file.document_offsets(), written.offsets) << "byte " << position;
+        });
+        EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+        refused += !message.empty();
+    });
+    EXPECT_GT(checked, 3000);
+    EXPECT_GT(refused, checked / 2);
+    TokenFile(path).verify();
 }
 
 TEST(TokenFile, SaysWhatIsWrong) {

@@ -10,6 +10,7 @@
 
 #include "base/files.h"
 #include "base/hdf5.h"
+#include "support/damage.h"
 #include "support/random_tensor.h"
 
 namespace fenwick::train {
@@ -114,12 +115,37 @@ TEST_F(Checkpoint, DamageIsFoundAndNamed) {
     write_file_atomically(path, bytes);
     flip_byte(bytes.find("hidden_size"));
     EXPECT_EQ(error_of([&] { read_checkpoint_header(path); }),
-              path + ": the checkpoint's header is damaged (its checksum does not fit)");
+              path + ": object '/' cannot be opened: the file is damaged (a checksum does not fit)");
 
     for (const std::size_t length : {bytes.size() - 1, bytes.size() / 2, std::size_t{100}, std::size_t{0}}) {
         write_file_atomically(path, std::string_view(bytes).substr(0, length));
         EXPECT_THAT(error_of([&] { verify_checkpoint(path); }), StartsWith(path)) << length;
     }
+}
+
+// Every byte of it: an Error of one line, or what was saved.
+TEST_F(Checkpoint, NoDamagedByteGivesAnotherState) {
+    save_checkpoint(path, header, optimizer(1));
+    const std::vector<double> saved = everything(optimizer(1));
+    Optimizer target = optimizer(2);
+    int checked = 0, refused = 0;
+    test::for_each_damaged_byte(
+        path, [](std::size_t) { return 1; },
+        [&](std::size_t position) {
+            ++checked;
+            const std::string error = error_of([&] {
+                const CheckpointHeader found = read_checkpoint_header(path);
+                EXPECT_TRUE(found.step == header.step && found.loader == header.loader && found.config == header.config)
+                    << position;
+                load_checkpoint(path, target);
+                EXPECT_EQ(everything(target), saved) << position;
+            });
+            EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+            EXPECT_TRUE(error == "no error" || error.starts_with(path)) << error;
+            refused += error != "no error";
+        });
+    EXPECT_GT(refused, checked / 2);
+    verify_checkpoint(path);
 }
 
 TEST_F(Checkpoint, ForeignAndIncompleteFilesAreRefused) {
