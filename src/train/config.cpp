@@ -227,6 +227,8 @@ const std::vector<Section>& table() {
                    std::vector<std::pair<std::string, DType>>{
                        {"float32", DType::float32}, {"bfloat16", DType::bfloat16}, {"float64", DType::float64}},
                    "of activations; weights are float32. bfloat16 needs a GPU; float64 (weights too, CPU only) is for tests"),
+            key("tf32", FIELD(train.tf32),
+                "float32 on a GPU: matrix products may round their operands to 10 bits of mantissa, several times as fast"),
             choice("device", FIELD(train.device),
                    std::vector<std::pair<std::string, DeviceChoice>>{
                        {"auto", DeviceChoice::automatic}, {"cpu", DeviceChoice::cpu}, {"cuda", DeviceChoice::cuda}},

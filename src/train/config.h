@@ -60,6 +60,7 @@ struct TrainConfig {
     std::int64_t log_every = 1;
     model::Recompute recompute = model::Recompute::none;
     DType dtype = DType::float32;  // of activations; weights are float32 (float64 with float64)
+    bool tf32 = false;  // float32 products on a GPU may round their operands to tf32
     DeviceChoice device = DeviceChoice::automatic;
     std::int64_t num_threads = 0;  // 0: all cores
     NanPolicy on_nan = NanPolicy::stop;

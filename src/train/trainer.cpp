@@ -13,6 +13,7 @@
 #include "base/parallel.h"
 #include "data/corpus.h"
 #include "data/loader.h"
+#include "kernels/gemm.h"
 #include "model/costs.h"
 #include "train/batch_feed.h"
 #include "train/checkpoint.h"
@@ -359,6 +360,7 @@ EndReport train(RunConfig config, Resume resume, Communicator& communicator, Obs
     together(communicator, [&] {
         resolve_for_processes(config, communicator.size());
         if (config.train.num_threads > 0) set_num_threads(static_cast<int>(config.train.num_threads));
+        kernels::allow_tf32(config.train.tf32);
         trainer.emplace(std::move(config), communicator, observer);
     });
     return trainer->run(resume);

@@ -57,19 +57,21 @@ TEST(Config, ReadsAFileAndFillsInDefaults) {
     EXPECT_EQ(config.optimizer.beta2, 0.95);
     EXPECT_EQ(config.train.steps, 100);
     EXPECT_EQ(config.train.keep_checkpoints, 2);
+    EXPECT_FALSE(config.train.tf32);
 }
 
 TEST(Config, ListsNumbersAndChoices) {
     const RunConfig config = parse_config(with("train: a.h5", "train: [a.h5, 'b c.h5']"), "a.yaml",
                                           {"optimizer.learning_rate=3e-4", "schedule.type=wsd", "schedule.warmup_steps=10",
                                            "model.tie_embeddings=true", "train.on_nan=skip", "run_dir=x/y",
-                                           "data.valid=v.h5", "train.dtype=float64"});
+                                           "data.valid=v.h5", "train.dtype=float64", "train.tf32=true"});
     EXPECT_EQ(config.data.train, (std::vector<data::WeightedCorpus>{{"a.h5"}, {"b c.h5"}}));
     EXPECT_EQ(config.optimizer.learning_rate, 3e-4);
     EXPECT_EQ(config.schedule.type, ScheduleType::wsd);
     EXPECT_EQ(config.schedule.decay_steps, 10);
     EXPECT_TRUE(config.model.tie_embeddings);
     EXPECT_EQ(config.train.on_nan, NanPolicy::skip);
+    EXPECT_TRUE(config.train.tf32);
     EXPECT_EQ(config.run_dir, "x/y");
     EXPECT_EQ(config.weight_dtype(), DType::float64);
 }

@@ -164,6 +164,16 @@ TEST_P(CudaTrainingTest, LearnsTheSameInBfloat16) {
     for (std::size_t i = 0; i < 50; ++i) EXPECT_NEAR(half.losses[i], full.losses[i], 0.05 * full.losses[i]) << "step " << i + 1;
 }
 
+TEST_P(CudaTrainingTest, RoundsToTf32OnlyWhenAsked) {
+    Losses before, rounded, after;
+    RUN_OR_SKIP(run(config("before", {"train.steps=4"}), before));
+    run(config("rounded", {"train.steps=4", "train.tf32=true"}), rounded);
+    run(config("after", {"train.steps=4"}), after);
+    EXPECT_EQ(after.reports, before.reports);
+    EXPECT_NE(rounded.losses, before.losses);
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(rounded.losses[i], before.losses[i], 0.01 * before.losses[i]) << "step " << i + 1;
+}
+
 TEST_P(CudaTrainingTest, ResumesToTheBitAndRecomputesToTheBit) {
     for (const std::string dtype : {"float32", "bfloat16"}) {
         const std::vector<std::string> common{"train.dtype=" + dtype, "train.steps=12", "train.checkpoint_every=5"};
