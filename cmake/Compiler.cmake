@@ -28,6 +28,9 @@ endif()
 if(FENWICK_FUZZ)  # coverage counters in all code; the targets themselves link libFuzzer's main
   target_compile_options(fenwick_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=fuzzer-no-link>)
 endif()
+if(FENWICK_RACECHECK)
+  target_compile_definitions(fenwick_options INTERFACE FENWICK_RACECHECK)
+endif()
 if(FENWICK_SANITIZE)
   string(REPLACE ";" "," sanitizers "${FENWICK_SANITIZE}")
   target_compile_options(fenwick_options INTERFACE

@@ -442,7 +442,7 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages * parts; ++i) {
             pipeline::initialize(filled + i, i % parts == readers ? 33 : 1);
-            pipeline::initialize(empty + i, consumers * 4);
+            pipeline::initialize(empty + i, consumers * 4 * pipeline::arrivals_of_warp);
         }
         fence_barriers();
     }
@@ -471,10 +471,7 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
 #pragma unroll
             for (int k = 0; k < KT * 4; ++k) to_fragment(operand[k], state[k / 4], k % 4);
         };
-        const auto release = [&](Part part) {
-            __syncwarp();
-            if (thread % 32 == 0) pipeline::arrive(empty + at.stage * parts + part);
-        };
+        const auto release = [&](Part part) { pipeline::arrive_as_warp(empty + at.stage * parts + part); };
         const auto synchronize = [&] { pipeline::synchronize_team(1 + consumer); };
         const auto bucket_at = [&](int bucket, int h, int value_tile) {
             constexpr std::int64_t size = KT * area;

@@ -51,6 +51,18 @@ __device__ __forceinline__ void synchronize_team(int id) {
 }
 #endif
 
+// A warp that is done with a stage arrives once, by its first lane, behind __syncwarp. compute-sanitizer's racecheck orders only
+// the threads that arrive themselves and takes the other lanes' reads for hazards: for it every lane arrives.
+#if defined(FENWICK_RACECHECK)
+constexpr int arrivals_of_warp = 32;
+#else
+constexpr int arrivals_of_warp = 1;
+#endif
+__device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
+    __syncwarp();
+    if (arrivals_of_warp > 1 || threadIdx.x % 32 == 0) arrive(barrier);
+}
+
 // Where in a ring of `Stages` stages a role is. `turn` flips with every round.
 template <int Stages>
 struct Position {
@@ -73,7 +85,7 @@ struct Ring {
     __device__ __forceinline__ void initialize(int consumers) {
         for (int i = 0; i < Stages; ++i) {
             pipeline::initialize(filled + i, tile::threads);
-            pipeline::initialize(free + i, consumers);
+            pipeline::initialize(free + i, consumers * arrivals_of_warp);
         }
     }
     __device__ __forceinline__ void acquire(const Position<Stages>& at) { pipeline::wait(free + at.stage, at.turn ^ 1); }
@@ -84,8 +96,7 @@ struct Ring {
     }
     __device__ __forceinline__ void wait(const Position<Stages>& at) { pipeline::wait(filled + at.stage, at.turn); }
     __device__ __forceinline__ void release(Position<Stages>& at) {
-        __syncwarp();
-        if (tile::team_index() % 32 == 0) arrive(free + at.stage);
+        arrive_as_warp(free + at.stage);
         at.advance();
     }
 };
