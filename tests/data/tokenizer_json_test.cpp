@@ -278,7 +278,7 @@ TEST_F(TokenizerJson, Gpt2PairsAreOneTokenizer) {
          {std::pair("vocab.bpe", "encoder.json"), std::pair("merges.txt", "vocab.json")}) {
         test::TemporaryFolder pair;
         test::write_text(pair / merges_name, merges);
-        EXPECT_EQ(error_of([&] { open_tokenizer(pair / merges_name); }),
+        EXPECT_EQ(error_of([path = pair / merges_name] { open_tokenizer(path); }),
                   "tokenizer " + (pair / merges_name) + ": " + vocabulary_name + " must stand beside it");
         test::write_text(pair / vocabulary_name, vocabulary.dump());
         for (const std::string& path : {pair.path(), pair / merges_name, pair / vocabulary_name}) {
