@@ -142,7 +142,7 @@ void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier);
 // Waits for the other threads of the team of 128.
 void synchronize_team(int id);
 
-enum class Shuffle { exclusive_or, up, down };
+enum class Shuffle { exclusive_or, up, down, from };
 template <Shuffle kind, class T>
 T shuffle(T value, int lanes) {
     struct Argument {
@@ -155,7 +155,8 @@ T shuffle(T value, int lanes) {
                 auto* mine = static_cast<Argument*>(all[t]);
                 const int from = kind == Shuffle::exclusive_or ? t ^ mine->lanes
                                  : kind == Shuffle::up         ? t - mine->lanes
-                                                               : t + mine->lanes;
+                                 : kind == Shuffle::down       ? t + mine->lanes
+                                                               : mine->lanes;
                 if (from >= 0 && from < 32) mine->result = static_cast<Argument*>(all[from])->value;
             }
         },
@@ -213,6 +214,10 @@ T __shfl_up_sync(unsigned, T value, int lanes) {
 template <class T>
 T __shfl_down_sync(unsigned, T value, int lanes) {
     return emulation::shuffle<emulation::Shuffle::down>(value, lanes);
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return emulation::shuffle<emulation::Shuffle::from>(value, lane);
 }
 
 struct cudaLaunchConfig_t {

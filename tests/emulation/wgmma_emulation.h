@@ -24,8 +24,8 @@ inline ProductQueue& product_queue() {
 }
 
 template <bool AlongRows>
-void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b) {
-    product_queue().open.push_back({&d[0][0], a, reinterpret_cast<const unsigned char*>(b), AlongRows});
+void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b, int offset = 0) {
+    product_queue().open.push_back({&d[0][0], a, reinterpret_cast<const unsigned char*>(b + offset), AlongRows});
 }
 inline void commit() {
     ProductQueue& queue = product_queue();

@@ -34,6 +34,7 @@ using emulation::prefetch_bulk;
 using emulation::release_registers;
 using emulation::store_matrices_transposed;
 using emulation::wait_products;
+inline void fence_operands() {}
 inline void fence_products(float (&)[8][4]) {}
 inline void hold(float (&)[8][4]) {}
 inline void hold_fragment(std::uint32_t&) {}
@@ -94,16 +95,19 @@ __device__ __forceinline__ void hold(float (&d)[8][4]) {
 }
 // Keeps the compiler from computing an element of a fragment behind the fence that must follow.
 __device__ __forceinline__ void hold_fragment(std::uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+// Where a fragment has been written since the last product, and no accumulator.
+__device__ __forceinline__ void fence_operands() { FENWICK_ASYNCHRONOUS("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Before the first product into d, and where d or a fragment has been written since the last one.
 __device__ __forceinline__ void fence_products(float (&d)[8][4]) {
     hold(d);
-    FENWICK_ASYNCHRONOUS("wgmma.fence.sync.aligned;" ::: "memory");
+    fence_operands();
 }
-// Queues d[64, 64] += a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b on.
+// Queues d[64, 64] += a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b + offset
+// on, a multiple of 8. (Of one b, an offset costs one addition.)
 template <bool AlongRows>
-__device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b) {
+__device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b, int offset = 0) {
 #if defined(FENWICK_TILE_WGMMA)
-    warpgroup::wgmma_64<AlongRows>(d, a, warpgroup::wgmma_descriptor(b));
+    warpgroup::wgmma_64<AlongRows>(d, a, warpgroup::wgmma_descriptor(b, static_cast<std::uint32_t>(offset) / 8));
 #endif
 }
 __device__ __forceinline__ void commit() { FENWICK_ASYNCHRONOUS("wgmma.commit_group.sync.aligned;" ::: "memory"); }

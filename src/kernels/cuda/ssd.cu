@@ -25,6 +25,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/cuda/ssd_forward.cuh"
 #include "kernels/cuda/ssd_pipelined.cuh"
 #include "kernels/cuda/ssd_problem.cuh"
 
@@ -37,7 +38,7 @@ using namespace ssd_scan;
 
 constexpr int decay_heads = 32;  // heads of a block at a time
 
-// gamma. Grid: tiles, heads / 32. A warp a head, a lane two tokens.
+// gamma and to_tile_end. Grid: tiles, heads / 32. A warp a head, a lane two tokens.
 template <class T>
 __global__ void __launch_bounds__(threads) tile_decays(Problem<T> p) {
     __shared__ float g[edge][decay_heads + 1];
@@ -58,8 +59,11 @@ __global__ void __launch_bounds__(threads) tile_decays(Problem<T> p) {
         }
         double before = __shfl_up_sync(0xffffffffu, sum, 1);
         if (lane == 0) before = 0;
-        tile::store_pair(p.gamma + p.at(tile_id, first + h) * edge + 2 * lane, static_cast<float>(before + a),
-                         static_cast<float>(sum));
+        const std::int64_t at = p.at(tile_id, first + h) * edge + 2 * lane;
+        tile::store_pair(p.gamma + at, static_cast<float>(before + a), static_cast<float>(sum));
+        const double end = __shfl_sync(0xffffffffu, sum, 31);
+        tile::store_pair(p.to_tile_end + at, __expf(static_cast<float>(end - (before + a))),
+                         __expf(static_cast<float>(end - sum)));
     }
 }
 
@@ -1351,6 +1355,7 @@ template <class T>
 void add_state_workspace(Arena& arena, Problem<T>& p) {
     const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads;
     arena.add(&p.gamma, tiles * heads * edge);
+    arena.add(&p.to_tile_end, tiles * heads * edge);
     arena.add(&p.start, tiles * heads);
     arena.add(&p.chunk_end, slots * heads);
     arena.add(&p.states, slots * heads * p.key_width * p.value_width);
@@ -1401,10 +1406,14 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
             sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
             return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
-                launch_blocks(
-                    op, exec, pipelined_outer_products<KT, Reader>,
-                    dim3(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles),
-                    outer_threads, pipelined_outer_shared<KT>(), sliced);
+                const dim3 grid(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles);
+                if constexpr (Reader) {
+                    launch_blocks(op, exec, pipelined_outer_products<KT, true>, grid, outer_threads,
+                                  pipelined_outer_shared<KT>(), sliced);
+                } else {
+                    static_assert(state_teams == outer_teams);
+                    launch_blocks(op, exec, chunk_states<KT>, grid, state_threads, chunk_state_shared<KT>(), sliced);
+                }
             });
         }
     }
@@ -1454,11 +1463,15 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
                 sliced.slices = slices_of(p, consumers * p.slots, enough_pipelined_blocks);
                 return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
-                    launch_blocks(
-                        op, exec, pipelined_outputs<KT>,
-                        dim3(static_cast<unsigned>(consumers * p.slots), static_cast<unsigned>(p.groups * sliced.slices),
-                             static_cast<unsigned>(p.value_tiles)),
-                        pipelined_threads, pipelined_output_shared<KT>(p.all_levels), sliced);
+                    const dim3 grid(static_cast<unsigned>(consumers * p.slots),
+                                    static_cast<unsigned>(p.groups * sliced.slices), static_cast<unsigned>(p.value_tiles));
+                    if (p.log_linear) {
+                        launch_blocks(op, exec, tile_outputs<KT, true>, grid, pipelined_threads,
+                                      tile_output_shared<KT, true>(p.all_levels), sliced);
+                    } else {
+                        launch_blocks(op, exec, tile_outputs<KT, false>, grid, pipelined_threads,
+                                      tile_output_shared<KT, false>(p.all_levels), sliced);
+                    }
                 });
             }
         }

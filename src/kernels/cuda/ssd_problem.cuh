@@ -67,6 +67,7 @@ struct Problem {
     float *dg, *dlevel_scales;
     // workspace
     float* gamma;         // [tiles, H, 64]: sum of g from the tile's start; behind the document's end the last value again
+    float* to_tile_end;   // [tiles, H, 64]: decay from the token to the tile's end
     double* start;        // [tiles, H]: sum of g before the tile
     double* chunk_end;    // [slots, H]: sum of g up to the chunk's end
     T* states;            // [slots, H, K, V]
