@@ -10,7 +10,8 @@ namespace emulation {
 
 struct Product {
     float* d;
-    const std::uint32_t* a;
+    const std::uint32_t* a;         // fragments, or null:
+    const unsigned char* shared_a;  // the warp's rows in shared memory
     const unsigned char* b;
     bool along_rows;
 };
@@ -25,7 +26,13 @@ inline ProductQueue& product_queue() {
 
 template <bool AlongRows>
 void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b, int offset = 0) {
-    product_queue().open.push_back({&d[0][0], a, reinterpret_cast<const unsigned char*>(b + offset), AlongRows});
+    product_queue().open.push_back({&d[0][0], a, nullptr, reinterpret_cast<const unsigned char*>(b + offset), AlongRows});
+}
+template <bool AlongRows>
+void multiply(float (&d)[8][4], const __nv_bfloat16* a, const __nv_bfloat16* b) {
+    product_queue().open.push_back({&d[0][0], nullptr,
+                                    reinterpret_cast<const unsigned char*>(a + thread % 128 / 32 * 16 * 64),
+                                    reinterpret_cast<const unsigned char*>(b), AlongRows});
 }
 inline void commit() {
     ProductQueue& queue = product_queue();
@@ -38,22 +45,28 @@ inline void do_products(void* const* all) {
     const auto product = [&](int lane) -> const Product& { return *static_cast<const Product*>(all[lane]); };
     const Product& first = product(0);
     float a[16][16], b[16][64];
-    for (int t = 0; t < 32; ++t)
-        for (int part = 0; part < 4; ++part)
-            for (int e = 0; e < 2; ++e) {
-                const std::uint32_t pair = product(t).a[part];
-                a[t / 4 + part % 2 * 8][2 * (t % 4) + part / 2 * 8 + e] =
-                    __uint_as_float(e != 0 ? pair & 0xffff0000u : pair << 16);
-            }
-    const auto base = first.b - shared_memory();
+    // The element `offset` bytes behind `at`; bytes of shared memory are swizzled.
+    const auto element = [](const unsigned char* at, int offset) {
+        auto place = at - shared_memory() + offset;
+        place ^= (place >> 7 & 7) << 4;
+        __nv_bfloat16 value;
+        std::memcpy(&value, shared_memory() + place, 2);
+        return __bfloat162float(value);
+    };
+    if (first.shared_a != nullptr) {
+        for (int row = 0; row < 16; ++row)
+            for (int k = 0; k < 16; ++k) a[row][k] = element(first.shared_a, row * 128 + k * 2);
+    } else {
+        for (int t = 0; t < 32; ++t)
+            for (int part = 0; part < 4; ++part)
+                for (int e = 0; e < 2; ++e) {
+                    const std::uint32_t pair = product(t).a[part];
+                    a[t / 4 + part % 2 * 8][2 * (t % 4) + part / 2 * 8 + e] =
+                        __uint_as_float(e != 0 ? pair & 0xffff0000u : pair << 16);
+                }
+    }
     for (int k = 0; k < 16; ++k)
-        for (int n = 0; n < 64; ++n) {
-            auto at = base + (first.along_rows ? k * 128 + n * 2 : n * 128 + k * 2);
-            at ^= (at >> 7 & 7) << 4;
-            __nv_bfloat16 value;
-            std::memcpy(&value, shared_memory() + at, 2);
-            b[k][n] = __bfloat162float(value);
-        }
+        for (int n = 0; n < 64; ++n) b[k][n] = element(first.b, first.along_rows ? k * 128 + n * 2 : n * 128 + k * 2);
     for (int t = 0; t < 32; ++t)
         for (int i = 0; i < 32; ++i) {
             const int row = t / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * (t % 4) + i % 2;
@@ -73,11 +86,11 @@ void wait_products() {
 }
 
 inline void fence_barriers() {}
+inline void fence_written() {}
 template <int>
 void claim_registers() {}
 template <int>
 void release_registers() {}
-inline void prefetch_bulk(const void*, int) {}
 inline void store_matrices_transposed(__nv_bfloat16* row, const std::uint32_t (&x)[4]) {
     struct Argument {
         __nv_bfloat16* row;

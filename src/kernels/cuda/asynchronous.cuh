@@ -1,5 +1,5 @@
-// What works in the background on Hopper (sm_90a): bulk copies that an mbarrier counts, and the products of a warpgroup with
-// A in registers, which overlap with whatever does not touch their operands. Tiles are those of tile.cuh.
+// What works in the background on Hopper (sm_90a): bulk copies that an mbarrier counts, and the products of a warpgroup, A
+// in registers or in shared memory, which overlap with whatever does not touch their operands. Tiles are those of tile.cuh.
 //
 // An accumulator d[8][4] of [64, 64]: thread t of a warpgroup holds rows 16 (t / 32) + t % 32 / 4 + {0, 8} and columns
 // 2 (t % 4) + {0, 1} of each block of 8, as d[block][2 (second row) + (second column)]. Rounded to bfloat16, two
@@ -29,8 +29,8 @@ using emulation::claim_registers;
 using emulation::commit;
 using emulation::copy_bulk;
 using emulation::fence_barriers;
+using emulation::fence_written;
 using emulation::multiply;
-using emulation::prefetch_bulk;
 using emulation::release_registers;
 using emulation::store_matrices_transposed;
 using emulation::wait_products;
@@ -68,10 +68,8 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
         "l"(from), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
-// Asks for a multiple of 16 bytes in the L2 cache. By one thread.
-__device__ __forceinline__ void prefetch_bulk(const void* from, int bytes) {
-    FENWICK_ASYNCHRONOUS("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
+// Before a bulk copy of what the block's own threads have written; they must be known to have.
+__device__ __forceinline__ void fence_written() { FENWICK_ASYNCHRONOUS("fence.proxy.async.global;" ::: "memory"); }
 // This warpgroup's registers a thread from here on: fewer, or more once others have released theirs.
 template <int Count>
 __device__ __forceinline__ void release_registers() {
@@ -108,6 +106,13 @@ template <bool AlongRows>
 __device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b, int offset = 0) {
 #if defined(FENWICK_TILE_WGMMA)
     warpgroup::wgmma_64<AlongRows>(d, a, warpgroup::wgmma_descriptor(b, static_cast<std::uint32_t>(offset) / 8));
+#endif
+}
+// The same with a in shared memory, its rows along its tile's rows, from element a on.
+template <bool AlongRows>
+__device__ __forceinline__ void multiply(float (&d)[8][4], const bf16* a, const bf16* b) {
+#if defined(FENWICK_TILE_WGMMA)
+    warpgroup::wgmma_64<AlongRows>(d, warpgroup::wgmma_descriptor(a), warpgroup::wgmma_descriptor(b));
 #endif
 }
 __device__ __forceinline__ void commit() { FENWICK_ASYNCHRONOUS("wgmma.commit_group.sync.aligned;" ::: "memory"); }

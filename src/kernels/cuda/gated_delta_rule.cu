@@ -9,7 +9,8 @@
 // which advance_states does chunk after chunk, a block for 64 columns of a document's and head's states: columns never mix.
 // States are carried in float32 in global memory (a block's own, so they stay in the L2 cache) and multiplied as T.
 // On Hopper, in bfloat16, walk_states does the same with states in registers and levels side by side
-// (gated_delta_rule_walk.cuh); advance_states and retreat_states are for all else.
+// (gated_delta_rule_walk.cuh), and state_flow what state_gradients does (gated_delta_rule_gradients.cuh); advance_states,
+// retreat_states and state_gradients are for all else.
 //
 // Backward, with dS_l the gradients of the states that leave:
 //   Z_l = Y dS_l,   dS_l <- e_last dS_l - Kh' Z_l + diag(lambda_l Qb)' dO                       retreat_states
@@ -28,8 +29,10 @@
 #include <vector>
 
 #include "kernels/cuda/common.cuh"
+#include "kernels/cuda/gated_delta_rule_gradients.cuh"
 #include "kernels/cuda/gated_delta_rule_walk.cuh"
 #include "kernels/cuda/tile.cuh"
+#include "kernels/cuda/warpgroup.cuh"
 
 namespace fenwick::kernels::cuda {
 namespace {
@@ -79,9 +82,8 @@ struct Problem {
     T *query, *key_start, *left_key;  // Qb, Kh, Y: key tiles
     float* decay;                     // e_last
     // of the present round
-    T *states, *d_states;  // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
-    T *steps, *d_steps;    // T_l, Z_l: [leaving states, H, V tiles]
-    bool own_steps;        // instead, T of each entering state by itself, and one more a chunk that none meets in slot 0
+    T *states, *d_states;               // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
+    T *steps, *d_steps;                 // T_l (walk_states: as Walk::steps), Z_l: [leaving states, H, V tiles]
     float *d_query, *d_start, *d_left;  // dQb; -sum_l Z_l S_l'; dY, then X dY: [round's chunks, H, K tiles]
     float* scale_parts;                 // [K tiles, round's chunks, H, slots, 64]
     float* flow_parts;                  // [K tiles, round's chunks, H]: e_last sum_l <dS_l, S_l>
@@ -104,9 +106,14 @@ struct Problem {
 
 // ---- pieces ----------------------------------------------------------------------------------------------------------
 
+// Barrier behind writes to tiles that a product reads.
+__device__ __forceinline__ void synchronize_tiles() {
+    warpgroup::fence_tiles();
+    __syncthreads();
+}
 __device__ __forceinline__ void wait_for_tiles() {
     tile::wait_async<0>();
-    __syncthreads();
+    synchronize_tiles();
 }
 
 // Starts copying a tile of the workspace.
@@ -121,30 +128,36 @@ __device__ __forceinline__ void load_tile(T* to, const T* from) {
     }
 }
 
+// The n-th of the 8 quadruples that a thread holds of either accumulator.
+__device__ __forceinline__ float (&quadruple(tile::Accumulator& acc, int n))[4] { return acc.x[n / 4][n % 4]; }
+__device__ __forceinline__ float (&quadruple(warpgroup::Accumulator& acc, int n))[4] { return acc.x[n]; }
+
 // float32 tiles as the threads hold them: acc = from, acc += factor * from, to = acc.
-__device__ __forceinline__ void load_held(Accumulator& acc, const float* from) {
+template <class A>
+__device__ __forceinline__ void load_held(A& acc, const float* from) {
     const int thread = tile::thread_index();
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < 4; ++n) load(acc.x[m][n], from + ((m * 4 + n) * threads + thread) * 4);
+    for (int n = 0; n < 8; ++n) load(quadruple(acc, n), from + (n * threads + thread) * 4);
 }
-__device__ __forceinline__ void add_held(Accumulator& acc, float factor, const float* from) {
-    Accumulator other;
+template <class A>
+__device__ __forceinline__ void store_held(float* to, A& acc) {
+    const int thread = tile::thread_index();
+#pragma unroll
+    for (int n = 0; n < 8; ++n) store(to + (n * threads + thread) * 4, quadruple(acc, n));
+}
+// acc = factor * from + sign * acc
+template <class A>
+__device__ __forceinline__ void combine(A& acc, float factor, A& from, float sign) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) quadruple(acc, n)[e] = factor * quadruple(from, n)[e] + sign * quadruple(acc, n)[e];
+}
+template <class A>
+__device__ __forceinline__ void add_held(A& acc, float factor, const float* from) {
+    A other;
     load_held(other, from);
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) acc.x[m][n][e] += factor * other.x[m][n][e];
-}
-__device__ __forceinline__ void store_held(float* to, const Accumulator& acc) {
-    const int thread = tile::thread_index();
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < 4; ++n) store(to + ((m * 4 + n) * threads + thread) * 4, acc.x[m][n]);
+    combine(acc, factor, other, 1.0f);
 }
 
 // Copies a tile from shared memory to the workspace.
@@ -157,15 +170,6 @@ __device__ __forceinline__ void store_tile(T* to, const T* from) {
 #pragma unroll
     for (int n = 0; n < area * static_cast<int>(sizeof(T)) / 16 / threads; ++n)
         reinterpret_cast<Unit*>(to)[n * threads + thread] = reinterpret_cast<const Unit*>(from)[n * threads + thread];
-}
-// acc = factor * from + sign * acc
-__device__ __forceinline__ void combine(Accumulator& acc, float factor, const Accumulator& from, float sign) {
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) acc.x[m][n][e] = factor * from.x[m][n][e] + sign * acc.x[m][n][e];
 }
 // The elements of a tile that a thread's Accumulator has, as they are.
 template <class T>
@@ -220,9 +224,8 @@ __device__ __forceinline__ void load_output_grad(const Problem<T>& p, T* to, con
 }
 
 // Writes the accumulator into rows x cols elements of a row-major matrix.
-template <class T>
-__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols,
-                                              bool aligned) {
+template <class T, class A>
+__device__ __forceinline__ void store_clipped(A& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
     acc.for_pairs([&](int row, int col, float& a, float& b, int) {
         if (row >= rows || col >= cols) return;
         T* at = to + row * stride + col;
@@ -287,12 +290,12 @@ __device__ __forceinline__ void load_slot_scales(const Problem<T>& p, float* sca
     }
 }
 
-// Adds the row sums of both halves of the columns: halves[2][64]; a barrier must follow.
-__device__ __forceinline__ void put_row_sums(float (&rows)[4], float* halves) {
-    tile::sum_over_columns(rows);
+// Row sums over the columns, to[64]; a barrier must follow.
+__device__ __forceinline__ void put_row_sums(float (&rows)[2], float* to) {
+    warpgroup::sum_over_columns(rows);
     if (threadIdx.x % 4 == 0) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) halves[tile::column_half() * edge + tile::first_row() + r * 8] = rows[r];
+        for (int r = 0; r < 2; ++r) to[warpgroup::first_row() + r * 8] = rows[r];
     }
 }
 
@@ -363,7 +366,7 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
 
     load_gates(p, gates, c, h);
     if (p.weights != nullptr) load_inside_scales(p, s.scales, c, h);
-    Accumulator kk, qk;
+    warpgroup::Accumulator kk, qk;
     kk.clear();
     qk.clear();
     for (int kt = 0; kt < p.key_tiles; ++kt) {
@@ -372,8 +375,8 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
         load_queries(p, queries, c, h, kt);
         tile::commit_async();
         wait_for_tiles();
-        tile::multiply<false, true>(kk, keys, keys, Unscaled{});
-        tile::multiply<false, true>(qk, queries, keys, Unscaled{});
+        warpgroup::multiply<false, true>(kk, keys, keys, Unscaled{});
+        warpgroup::multiply<false, true>(qk, queries, keys, Unscaled{});
     }
     kk.for_pairs([&](int t, int col, float& a, float& b, int) {
         s.a[t * matrix_stride + col] = col < t ? gates.beta[t] * a * gates.between(col, t) : 0.0f;
@@ -391,9 +394,9 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
         tile::store_pair(inverse + tile::offset<T>(row, col), s.x[row * matrix_stride + col],
                          s.x[row * matrix_stride + col + 1]);
     }
-    __syncthreads();
+    synchronize_tiles();
     qk.clear();
-    tile::multiply<false, false>(qk, mix, inverse, Unscaled{});
+    warpgroup::multiply<false, false>(qk, mix, inverse, Unscaled{});
     __syncthreads();
     qk.template store<T>(mix);
     if (p.mix != nullptr) {
@@ -404,7 +407,7 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
         }
     }
     if (p.weights != nullptr) {
-        Accumulator weights = qk;
+        warpgroup::Accumulator weights = qk;
         weights.for_pairs([&](int t, int col, float& a, float& b, int) {
             a = col <= t ? a * s.scales[bits_of(t ^ col) * edge + t] * gates.beta[col] : 0.0f;
             b = col + 1 <= t ? b * s.scales[bits_of(t ^ (col + 1)) * edge + t] * gates.beta[col + 1] : 0.0f;
@@ -425,9 +428,9 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
             const float factor = gates.beta[n / edge] * gates.from_start[n / edge];
             tile::store_pair(p.key_start + at + n, factor * pair.x, factor * pair.y);
         }
-        Accumulator acc;
+        warpgroup::Accumulator acc;
         acc.clear();
-        tile::multiply<false, false>(acc, mix, keys, [&](int, int k, float2 x) {
+        warpgroup::multiply<false, false>(acc, mix, keys, [&](int, int k, float2 x) {
             return make_float2(x.x * gates.beta[k] * gates.from_start[k], x.y * gates.beta[k + 1] * gates.from_start[k + 1]);
         });
         acc.for_pairs([&](int t, int col, float& a, float& b, int) {
@@ -438,7 +441,7 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
         acc.template store<T>(p.query + at);
         if (c.has_next == 0) continue;
         acc.clear();
-        tile::multiply<true, false>(acc, inverse, keys, [&](int, int k, float2 x) {
+        warpgroup::multiply<true, false>(acc, inverse, keys, [&](int, int k, float2 x) {
             return make_float2(x.x * gates.to_end[k], x.y * gates.to_end[k + 1]);
         });
         acc.template store<T>(p.left_key + at);
@@ -799,18 +802,14 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
     T* const d_state = z + area;
     T* const step = d_state + area;
     float* const scales = reinterpret_cast<float*>(step + area);  // [slots][64]
-    float* const halves = scales + p.slots * edge;                // [2][64]
-    float* const scratch = halves + 2 * edge;                     // [32]
+    float* const scratch = scales + p.slots * edge;               // [32]
     const int used = slots_before(c.index, p.slots), used_count = __popc(used);
     const Transition transition = transition_after(c.index, p.slots);
     const int next_used = transition.kept | 1 << transition.destination, next_count = __popc(next_used);
     const std::int64_t parts = static_cast<std::int64_t>(kt) * gridDim.x * p.heads + local;
 
-    const std::int64_t own_steps =
-        p.state_at(c.entering + first_chunk + static_cast<int>(blockIdx.x), used_count + 1, h, 0) * VT;
-
     load_slot_scales(p, scales, c, h, used);
-    Accumulator d_query, d_start, d_left;
+    warpgroup::Accumulator d_query, d_start, d_left;
     d_query.clear();
     d_start.clear();
     d_left.clear();
@@ -820,9 +819,8 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
         const std::int64_t entering = p.state_at(c.entering, used_count, h, place_of(used, slot)) * VT;
         const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, target)) * VT;
         // The states that merge share what leaves: the first of them takes its step.
-        const bool with_step = p.own_steps || (transition.kept >> slot & 1) != 0 || slot == __ffs(transition.merged) - 1;
-        const std::int64_t steps = p.own_steps ? own_steps + place_of(used, slot) * VT : leaving;
-        Accumulator read;  // dO S'
+        const bool with_step = (transition.kept >> slot & 1) != 0 || slot == __ffs(transition.merged) - 1;
+        warpgroup::Accumulator read;  // dO S'
         read.clear();
         for (int vt = 0; vt < VT; ++vt) {
             __syncthreads();
@@ -831,21 +829,21 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             if (c.has_next != 0) {
                 load_tile(z, p.d_steps + (leaving + vt) * area);
                 load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
-                if (with_step) load_tile(step, p.steps + (steps + vt) * area);
+                if (with_step) load_tile(step, p.steps + (leaving + vt) * area);
             }
             tile::commit_async();
             wait_for_tiles();
-            tile::multiply<false, true>(read, d_out, state, Unscaled{});
+            warpgroup::multiply<false, true>(read, d_out, state, Unscaled{});
             if (c.has_next == 0) continue;
-            tile::multiply<false, true>(d_start, z, state, Unscaled{});
-            if (with_step) tile::multiply<false, true>(d_left, step, d_state, Unscaled{});
+            warpgroup::multiply<false, true>(d_start, z, state, Unscaled{});
+            if (with_step) warpgroup::multiply<false, true>(d_left, step, d_state, Unscaled{});
             for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
                 const float2 a = tile::load_pair(state + n), b = tile::load_pair(d_state + n);
                 flow += a.x * b.x + a.y * b.y;
             }
         }
         const T* const query = p.query + (id * KT + kt) * area;
-        float rows[4] = {};
+        float rows[2] = {};
         read.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 x = tile::load_pair(query + tile::offset<T>(t, col));
             rows[r] += x.x * a + x.y * b;
@@ -853,13 +851,7 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             b *= scales[slot * edge + t];
         });
         combine(d_query, 1.0f, read, 1.0f);
-        if (p.level_scales != nullptr) {
-            put_row_sums(rows, halves);
-            __syncthreads();
-            if (threadIdx.x < edge)
-                p.scale_parts[(parts * p.slots + slot) * edge + threadIdx.x] =
-                    halves[threadIdx.x] + halves[edge + threadIdx.x];
-        }
+        if (p.level_scales != nullptr) put_row_sums(rows, p.scale_parts + (parts * p.slots + slot) * edge);
     }
     const std::int64_t at = (local * KT + kt) * area;
     store_held(p.d_query + at, d_query);
@@ -874,14 +866,13 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
 
     if (transition.merged == 0) {
         const std::int64_t leaving = p.state_at(c.leaving, next_count, h, place_of(next_used, transition.destination)) * VT;
-        const std::int64_t steps = p.own_steps ? own_steps + used_count * VT : leaving;
         for (int vt = 0; vt < VT; ++vt) {
             __syncthreads();
-            load_tile(step, p.steps + (steps + vt) * area);
+            load_tile(step, p.steps + (leaving + vt) * area);
             load_tile(d_state, p.d_states + ((leaving + vt) * KT + kt) * area);
             tile::commit_async();
             wait_for_tiles();
-            tile::multiply<false, true>(d_left, step, d_state, Unscaled{});
+            warpgroup::multiply<false, true>(d_left, step, d_state, Unscaled{});
         }
     }
     store_held(p.d_left + at, d_left);
@@ -892,7 +883,7 @@ struct GradientShared {
     float matrix[edge * matrix_stride];
     float scales[inside_levels * edge];
     float level_sums[inside_levels * edge];
-    float halves[3 * 2 * edge];
+    float row_sums[3 * edge];
 };
 
 // Grid: round's chunks, heads.
@@ -927,23 +918,23 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
     }
 
     // d(beta V), and dO (beta V)'.
-    float d_betas[4] = {}, d_gammas[4] = {}, d_lasts[4] = {};
-    Accumulator d_mix;
+    float d_betas[2] = {}, d_gammas[2] = {}, d_lasts[2] = {};
+    warpgroup::Accumulator d_mix;
     d_mix.clear();
     const Transition transition = transition_after(c.index, p.slots);
     const int next_used = transition.kept | 1 << transition.destination;
     const std::int64_t fresh =
         has_next ? p.state_at(c.leaving, __popc(next_used), h, place_of(next_used, transition.destination)) * VT : 0;
     for (int vt = 0; vt < VT; ++vt) {
-        __syncthreads();
+        synchronize_tiles();
         load_output_grad(p, left, c, h, vt);
         load_values(p, right, c, h, vt);
         tile::commit_async();
         wait_for_tiles();
-        tile::multiply<false, true>(d_mix, left, right, Unscaled{});
-        Accumulator acc;
+        warpgroup::multiply<false, true>(d_mix, left, right, Unscaled{});
+        warpgroup::Accumulator acc;
         acc.clear();
-        tile::multiply<true, false>(acc, weights, left, Unscaled{});
+        warpgroup::multiply<true, false>(acc, weights, left, Unscaled{});
         const T* const z = p.d_steps + (fresh + vt) * area;
         acc.for_pairs([&](int row, int col, float& a, float& b, int r) {
             if (has_next) {
@@ -999,62 +990,55 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
 
     // dM, then the gradient of (Q K') . D.
     {
-        Accumulator acc;
+        warpgroup::Accumulator acc;
         acc.clear();
         for (int kt = 0; used != 0 && kt < KT; ++kt) {
             __syncthreads();
             load_keys(p, right, c, h, kt);
             tile::commit_async();
-            Accumulator d_query;
+            warpgroup::Accumulator d_query;
             load_held(d_query, p.d_query + (local * KT + kt) * area);
             d_query.template store<T>(left);
             wait_for_tiles();
-            tile::multiply<false, true>(acc, left, right, Unscaled{});
+            warpgroup::multiply<false, true>(acc, left, right, Unscaled{});
         }
-#pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int t = tile::first_row() + m * 16 + e / 2 * 8;
-                    const int col = tile::column_half() * 32 + static_cast<int>(threadIdx.x) % 4 * 2 + j * 8 + e % 2;
-                    d_mix.x[m][j][e] =
-                        col <= t ? d_mix.x[m][j][e] - gates.beta[col] * gates.from_start[col] * acc.x[m][j][e] : 0.0f;
-                }
+        d_mix.for_pairs_with(acc, [&](int t, int col, float& a, float& b, int, float x, float y) {
+            a = col <= t ? a - gates.beta[col] * gates.from_start[col] * x : 0.0f;
+            b = col + 1 <= t ? b - gates.beta[col + 1] * gates.from_start[col + 1] * y : 0.0f;
+        });
     }
     __syncthreads();
     d_mix.template store<T>(weights);
-    __syncthreads();
-    Accumulator d_qk;
+    synchronize_tiles();
+    warpgroup::Accumulator d_qk;
     d_qk.clear();
-    tile::multiply<false, true>(d_qk, weights, inverse, Unscaled{});
+    warpgroup::multiply<false, true>(d_qk, weights, inverse, Unscaled{});
     __syncthreads();
     d_qk.template store<T>(weights);
 
     // dA
     {
-        Accumulator acc;
+        warpgroup::Accumulator acc;
         acc.clear();
         for (int kt = 0; has_next && kt < KT; ++kt) {
             float* const d_left = p.d_left + (local * KT + kt) * area;
-            Accumulator d_end;
+            warpgroup::Accumulator d_end;
             load_held(d_end, d_left);
             __syncthreads();
             d_end.template store<T>(left);
-            __syncthreads();
+            synchronize_tiles();
             d_end.clear();
-            tile::multiply<false, false>(d_end, inverse, left, Unscaled{});
+            warpgroup::multiply<false, false>(d_end, inverse, left, Unscaled{});
             store_held(d_left, d_end);
             __syncthreads();
             load_tile(left, p.left_key + (id * KT + kt) * area);
             tile::commit_async();
             d_end.template store<T>(right);
             wait_for_tiles();
-            tile::multiply<false, true>(acc, left, right, Unscaled{});
+            warpgroup::multiply<false, true>(acc, left, right, Unscaled{});
         }
-        __syncthreads();
-        tile::multiply<true, false>(acc, mix, weights, Unscaled{});
+        synchronize_tiles();
+        warpgroup::multiply<true, false>(acc, mix, weights, Unscaled{});
         acc.for_pairs([&](int t, int col, float& a, float& b, int) {
             a = col < t ? -a * gates.between(col, t) : 0.0f;
             b = col + 1 < t ? -b * gates.between(col + 1, t) : 0.0f;
@@ -1076,7 +1060,7 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
         load_queries(p, right, c, h, kt);
         tile::commit_async();
         wait_for_tiles();
-        Accumulator acc, other;
+        warpgroup::Accumulator acc, other;
         if (used != 0) {
             load_held(acc, p.d_query + at);
         } else {
@@ -1086,7 +1070,7 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
             a *= gates.from_start[t];
             b *= gates.from_start[t];
         });
-        tile::multiply<false, false>(acc, weights, left, Unscaled{});
+        warpgroup::multiply<false, false>(acc, weights, left, Unscaled{});
         acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 query = tile::load_pair(right + tile::offset<T>(t, col));
             d_gammas[r] += query.x * a + query.y * b;
@@ -1095,11 +1079,11 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
                       p.key_width % 2 == 0 && p.dq_stride % 2 == 0);
 
         acc.clear();
-        tile::multiply<true, false>(acc, weights, right, Unscaled{});
-        tile::multiply<true, false>(
+        warpgroup::multiply<true, false>(acc, weights, right, Unscaled{});
+        warpgroup::multiply<true, false>(
             acc, d_a, left, [&](int, int k, float2 x) { return make_float2(x.x * gates.beta[k], x.y * gates.beta[k + 1]); });
         other.clear();
-        tile::multiply<false, false>(other, d_a, left, Unscaled{});
+        warpgroup::multiply<false, false>(other, d_a, left, Unscaled{});
         acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
             d_gammas[r] -= key.x * a + key.y * b;
@@ -1117,9 +1101,9 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
             __syncthreads();
             load_held(other, p.d_query + at);
             other.template store<T>(right);
-            __syncthreads();
+            synchronize_tiles();
             other.clear();
-            tile::multiply<true, false>(other, mix, right, Unscaled{});
+            warpgroup::multiply<true, false>(other, mix, right, Unscaled{});
             other.for_pairs([](int, int, float& a, float& b, int) {
                 a = -a;
                 b = -b;
@@ -1153,18 +1137,18 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
                       p.key_width % 2 == 0 && p.dk_stride % 2 == 0);
     }
 
-    put_row_sums(d_betas, s.halves);
-    put_row_sums(d_gammas, s.halves + 2 * edge);
-    put_row_sums(d_lasts, s.halves + 4 * edge);
+    put_row_sums(d_betas, s.row_sums);
+    put_row_sums(d_gammas, s.row_sums + edge);
+    put_row_sums(d_lasts, s.row_sums + 2 * edge);
     __syncthreads();
     if (tid >= 32) return;
     const int t = 2 * tid;
     float gamma[2], last = 0;
     for (int i = 0; i < 2; ++i) {
-        const float* const x = s.halves + t + i;
-        if (t + i < c.rows) p.dbeta[(c.token + t + i) * p.heads + h] = x[0] + x[edge];
-        gamma[i] = x[2 * edge] + x[3 * edge];
-        last += x[4 * edge] + x[5 * edge];
+        const float* const x = s.row_sums + t + i;
+        if (t + i < c.rows) p.dbeta[(c.token + t + i) * p.heads + h] = x[0];
+        gamma[i] = x[edge];
+        last += x[2 * edge];
     }
     last = team_sum(last);
     if (has_next && used != 0)
@@ -1184,16 +1168,19 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-// In the backward pass, a round's states take about this many bytes; their gradients the same, and steps a part of it.
 #if defined(FENWICK_CUDA_EMULATION)
-constexpr std::int64_t round_bytes = 64 << 10;  // so that short sequences have rounds
+// So that short sequences have rounds, and several documents are several slices.
+constexpr std::int64_t round_bytes = 64 << 10, slice_bytes = 1 << 20;
 #else
+// advance_states and retreat_states: a round's states take about this many bytes; their gradients the same, and steps a part
+// of it.
 constexpr std::int64_t round_bytes = std::int64_t{640} << 20;
+// The workspace of a call, about, unless one document needs more.
+constexpr std::int64_t slice_bytes = std::int64_t{16} << 30;
 #endif
-
-// Walks on Hopper take all chunks at once, where the states take no more than this; the gradients take as much, and steps
-// two thirds of it (at K 192).
-constexpr std::int64_t walk_bytes = std::int64_t{5} << 30;
+// Walks on Hopper take all chunks of a slice at once, where its states take no more than this; the gradients take as much,
+// and steps two thirds of it (at K 192).
+constexpr std::int64_t walk_bytes = std::int64_t{6} << 30;
 constexpr std::int64_t unlimited = std::int64_t{1} << 40;  // states of a round
 
 // The tables of a layout on one device. Every layer of a model asks for the same layout, so the last few are kept.
@@ -1217,6 +1204,47 @@ struct Layout {
     const walk::Item* items = nullptr;
 };
 
+std::int64_t chunks_of(const Sequences& sequences, std::int64_t d) { return ceil_div(sequences.length(d), edge); }
+int count_bits(int x) {
+    int count = 0;
+    for (; x != 0; x &= x - 1) ++count;
+    return count;
+}
+// States that enter the chunks of a document.
+std::int64_t entering_states(std::int64_t chunks, int slots) {
+    std::int64_t total = 0;
+    for (std::int64_t c = 0; c < chunks; ++c) total += count_bits(slots_before(static_cast<int>(c), slots));
+    return total;
+}
+
+// Consecutive documents that are worked on together, so that the workspace does not grow with their number.
+struct DocumentSlice {
+    std::int64_t first_token;
+    std::vector<std::int64_t> offsets;  // from the first token: slices of equal documents have one layout
+
+    Sequences sequences() const { return {static_cast<std::int64_t>(offsets.size()) - 1, offsets.data()}; }
+};
+// Slices of about equal size and no more than slice_bytes, if single documents are not. `bytes(d)`: the workspace that
+// document d needs.
+template <class F>
+std::vector<DocumentSlice> slices_of(const Sequences& sequences, F&& bytes) {
+    std::int64_t total = 0;
+    for (std::int64_t d = 0; d < sequences.count; ++d) total += bytes(d);
+    const std::int64_t limit = ceil_div(total, std::max<std::int64_t>(1, ceil_div(total, slice_bytes)));
+    std::vector<DocumentSlice> slices;
+    std::int64_t taken = 0;
+    for (std::int64_t d = 0; d < sequences.count; ++d) {
+        const std::int64_t more = bytes(d);
+        if (d == 0 || taken + more > limit) {
+            slices.push_back({sequences.offsets[d], {0}});
+            taken = 0;
+        }
+        taken += more;
+        slices.back().offsets.push_back(sequences.offsets[d + 1] - slices.back().first_token);
+    }
+    return slices;
+}
+
 // Rounds hold at most about `round_limit` entering states of a head.
 std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences, int slots,
                                           std::int64_t round_limit) {
@@ -1226,15 +1254,9 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     layout->slots = slots;
     layout->round_limit = round_limit;
     std::int64_t total = 0, most_chunks = 1;
-    const auto chunks_of = [&](std::int64_t d) { return ceil_div(sequences.length(d), edge); };
-    const auto count_bits = [](int x) {
-        std::int64_t count = 0;
-        for (; x != 0; x &= x - 1) ++count;
-        return count;
-    };
     for (std::int64_t d = 0; d < sequences.count; ++d) {
-        most_chunks = std::max(most_chunks, chunks_of(d));
-        for (std::int64_t c = 0; c < chunks_of(d); ++c) total += count_bits(slots_before(static_cast<int>(c), slots));
+        most_chunks = std::max(most_chunks, chunks_of(sequences, d));
+        total += entering_states(chunks_of(sequences, d), slots);
     }
     const std::int64_t round_count = std::min(most_chunks, std::max<std::int64_t>(1, ceil_div(total, round_limit)));
     const std::int64_t per_round = ceil_div(most_chunks, round_count);
@@ -1243,7 +1265,7 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     for (std::int64_t begin = 0; begin < most_chunks; begin += per_round) {
         Layout::Round round{static_cast<int>(chunks.size()), 0, static_cast<int>(streams.size()), 0, 0, 0};
         for (std::int64_t d = 0; d < sequences.count; ++d) {
-            const std::int64_t count = chunks_of(d), end = std::min(begin + per_round, count);
+            const std::int64_t count = chunks_of(sequences, d), end = std::min(begin + per_round, count);
             if (begin >= end) continue;
             streams.push_back({static_cast<std::int32_t>(chunks.size()), static_cast<std::int32_t>(end - begin),
                                static_cast<std::int32_t>(d)});
@@ -1267,7 +1289,7 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     }
     layout->chunks = static_cast<int>(chunks.size());
     std::vector<std::int64_t> counts;
-    for (std::int64_t d = 0; d < sequences.count; ++d) counts.push_back(chunks_of(d));
+    for (std::int64_t d = 0; d < sequences.count; ++d) counts.push_back(chunks_of(sequences, d));
     layout->schedule = walk::ScheduleBuilder(counts, slots).take();
 
     std::int64_t bytes = 0;
@@ -1408,6 +1430,30 @@ Problem<T> make_problem(const char* op, const Args& args) {
     return p;
 }
 
+// The problem of the tokens from `token` on.
+template <class T>
+Problem<T> from_token(Problem<T> p, std::int64_t token) {
+    const auto shift = [token](auto*& pointer, std::int64_t width) {
+        if (pointer != nullptr) pointer += token * width;
+    };
+    const std::int64_t heads = p.heads, outputs = heads * p.value_width;
+    shift(p.q, p.q_stride);
+    shift(p.k, p.k_stride);
+    shift(p.v, p.v_stride);
+    shift(p.g, heads);
+    shift(p.beta, heads);
+    shift(p.level_scales, heads * p.levels);
+    shift(p.o, outputs);
+    shift(p.d_o, outputs);
+    shift(p.dq, p.dq_stride);
+    shift(p.dk, p.dk_stride);
+    shift(p.dv, p.dv_stride);
+    shift(p.dg, heads);
+    shift(p.dbeta, heads);
+    shift(p.dlevel_scales, heads * p.levels);
+    return p;
+}
+
 template <class T>
 void add_chunk_workspace(Arena& arena, Problem<T>& p, std::int64_t chunks) {
     const std::int64_t count = chunks * p.heads, keys = count * p.key_tiles * area;
@@ -1461,6 +1507,12 @@ void add_walk_workspace(Arena& arena, const Exec& exec, walk::Walk& w, const Lay
     arena.add(&w.buckets, std::int64_t{layout.schedule.buckets} * w.heads * w.value_tiles * state);
     arena.add(&w.parked, std::int64_t{multiprocessors(exec)} * walk::consumers_limit * (walk::group_levels - 1) * state);
 }
+template <class F>
+void dispatch_walk(int key_tiles, F&& fn) {
+    if (key_tiles == 1) return fn(std::integral_constant<int, 1>{});
+    if (key_tiles == 2) return fn(std::integral_constant<int, 2>{});
+    fn(std::integral_constant<int, 3>{});
+}
 template <walk::Purpose purpose>
 void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layout, int key_tiles) {
     const int processors = multiprocessors(exec);
@@ -1479,9 +1531,7 @@ void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layo
                          static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(consumers)), (consumers + 1) * 128, w);
         }
     };
-    if (key_tiles == 1) return run(std::integral_constant<int, 1>{});
-    if (key_tiles == 2) return run(std::integral_constant<int, 2>{});
-    run(std::integral_constant<int, 3>{});
+    dispatch_walk(key_tiles, run);
 }
 
 // Outputs from prepare_chunks' results.
@@ -1493,7 +1543,7 @@ void walk_forward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, 
     arena.allocate(exec);
     run_walk<walk::Purpose::outputs>(op, exec, w, layout, p.key_tiles);
 }
-// States, steps and their gradients, of all chunks at once.
+// States, steps and their gradients, of all chunks at once, and what flows through them.
 void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, const Layout& layout) {
     walk::Walk w = make_walk(p, layout);
     Arena arena;
@@ -1507,6 +1557,129 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
     w.states = p.d_states;
     w.steps = p.d_steps;
     run_walk<walk::Purpose::gradients>(op, exec, w, layout, p.key_tiles);
+
+    flow::Flow f{};
+    f.heads = p.heads;
+    f.value_width = p.value_width;
+    f.value_tiles = p.value_tiles;
+    f.levels = p.levels;
+    f.slots = p.slots;
+    f.chunks = layout.chunks;
+    f.chunk_info = p.chunks;
+    f.d_o = p.d_o;
+    f.level_scales = p.level_scales;
+    f.query = p.query;
+    f.decay = p.decay;
+    f.states = p.states;
+    f.d_states = p.d_states;
+    f.steps = p.steps;
+    f.d_steps = p.d_steps;
+    f.d_query = p.d_query;
+    f.d_start = p.d_start;
+    f.d_left = p.d_left;
+    f.scale_parts = p.scale_parts;
+    f.flow_parts = p.flow_parts;
+    dispatch_walk(p.key_tiles, [&](auto kt) {
+        const std::int64_t units = std::int64_t{layout.chunks} * p.heads;
+        launch_tiles(op, exec, flow::state_flow<kt()>,
+                     dim3(static_cast<unsigned>(std::min<std::int64_t>(units, multiprocessors(exec)))),
+                     static_cast<std::size_t>(flow::Layout<kt()>::bytes), (kt() + 1) * 128, f);
+    });
+}
+
+}  // namespace
+
+namespace {
+
+template <class T>
+void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
+    const auto layout = layout_of(exec, sequences, p.slots, unlimited);
+    p.chunks = layout->chunk_info;
+    p.streams = layout->stream_info;
+    const std::int64_t chunks = layout->chunks, heads = p.heads;
+    Arena arena;
+    add_chunk_workspace(arena, p, chunks);
+    arena.add(&p.weights, chunks * heads * area);
+    float* master = nullptr;
+    if (!walks) arena.add(&master, sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
+    arena.allocate(exec);
+    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
+                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (walks) return walk_forward(op, exec, p, *layout);
+    dispatch_key_tiles(p, [&](auto kt) {
+        launch_tiles(op, exec, advance_states<T, kt()>,
+                     dim3(static_cast<unsigned>(sequences.count * heads), static_cast<unsigned>(p.value_tiles)),
+                     walk_shared(p, 3), threads, p, 0, static_cast<const float*>(master), master);
+    });
+}
+
+template <class T>
+void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
+    const std::int64_t heads = p.heads, state = static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
+    const std::int64_t state_bytes = heads * state * static_cast<std::int64_t>(sizeof(T));
+    auto layout = layout_of(exec, sequences, p.slots, unlimited);
+    walks = walks && layout->most_entering * state_bytes <= walk_bytes;
+    if (!walks) layout = layout_of(exec, sequences, p.slots, std::max<std::int64_t>(1, round_bytes / state_bytes));
+    const auto rounds = static_cast<std::int64_t>(layout->rounds.size());
+    p.chunks = layout->chunk_info;
+    p.streams = layout->stream_info;
+
+    const std::int64_t master_size = sequences.count * heads * p.slots * state;
+    const std::int64_t round_keys = layout->longest_round * heads * p.key_tiles * area;
+    float *masters = nullptr, *gradients = nullptr;  // masters[r]: states entering round r; [rounds]: scratch
+    T *states = nullptr, *steps = nullptr;
+    Arena arena;
+    add_chunk_workspace(arena, p, layout->chunks);
+    arena.add(&p.inverse, static_cast<std::int64_t>(layout->chunks) * heads * area);
+    arena.add(&p.mix, static_cast<std::int64_t>(layout->chunks) * heads * area);
+    if (!walks) arena.add(&masters, (rounds + 1) * master_size);
+    if (!walks) arena.add(&gradients, master_size);
+    arena.add(&states, layout->most_entering * heads * state);
+    arena.add(&p.d_states, layout->most_leaving * heads * state);
+    arena.add(&steps,
+              (walks ? layout->most_entering + layout->chunks : layout->most_leaving) * heads * p.value_tiles * area);
+    arena.add(&p.d_steps, layout->most_leaving * heads * p.value_tiles * area);
+    arena.add(&p.d_query, round_keys);
+    arena.add(&p.d_start, round_keys);
+    arena.add(&p.d_left, round_keys);
+    arena.add(&p.scale_parts, p.key_tiles * layout->longest_round * heads * p.slots * edge);
+    arena.add(&p.flow_parts, p.key_tiles * layout->longest_round * heads);
+    arena.allocate(exec);
+
+    const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
+    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(layout->chunks), head_blocks),
+                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+    const auto advance = [&](std::int64_t r, float* to) {
+        const auto& round = layout->rounds[static_cast<std::size_t>(r)];
+        dispatch_key_tiles(p, [&](auto kt) {
+            launch_tiles(op, exec, advance_states<T, kt()>,
+                         dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2), threads,
+                         p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
+        });
+    };
+    for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
+    p.states = states;
+    p.steps = steps;
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (walks) walk_backward(op, exec, p, *layout);
+    for (std::int64_t r = rounds; r-- > 0;) {
+        const auto& round = layout->rounds[static_cast<std::size_t>(r)];
+        const auto chunks = static_cast<unsigned>(round.chunks);
+        if (!walks && (round.leaving > 0 || round.entering > 0)) {
+            advance(r, masters + rounds * master_size);
+            dispatch_key_tiles(p, [&](auto kt) {
+                launch_tiles(op, exec, retreat_states<T, kt()>,
+                             dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 3),
+                             threads, p, round.first_stream, gradients);
+            });
+            launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
+                         5 * area * sizeof(T) + static_cast<std::size_t>(p.slots * edge + 32) * sizeof(float), threads, p,
+                         round.first_chunk);
+        }
+        launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks), 6 * area * sizeof(T) + sizeof(GradientShared),
+                     threads, p, round.first_chunk);
+    }
 }
 
 }  // namespace
@@ -1516,27 +1689,17 @@ void gated_delta_rule_forward(const Exec& exec, const GatedDeltaRule& args) {
     const OperatorScope scope(op, exec);
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
         Problem<T> p = make_problem<T>(op, args);
-        const auto layout = layout_of(exec, args.sequences, p.slots, unlimited);
-        p.chunks = layout->chunk_info;
-        p.streams = layout->stream_info;
         p.o = static_cast<T*>(args.o);
-        const std::int64_t chunks = layout->chunks, heads = p.heads;
-        Arena arena;
-        add_chunk_workspace(arena, p, chunks);
-        arena.add(&p.weights, chunks * heads * area);
         const bool walks = has_walks(exec, p, args.o);
-        float* master = nullptr;
-        if (!walks) arena.add(&master, args.sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
-        arena.allocate(exec);
-        launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
-                     4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
-        if constexpr (std::is_same_v<T, Bfloat16>)
-            if (walks) return walk_forward(op, exec, p, *layout);
-        dispatch_key_tiles(p, [&](auto kt) {
-            launch_tiles(op, exec, advance_states<T, kt()>,
-                         dim3(static_cast<unsigned>(args.sequences.count * heads), static_cast<unsigned>(p.value_tiles)),
-                         walk_shared(p, 3), threads, p, 0, static_cast<const float*>(master), master);
-        });
+        const std::int64_t size = sizeof(T), tile = p.heads * std::int64_t{area};
+        const std::int64_t chunk_bytes = tile * (size * (3 * p.key_tiles + 1) + (walks ? 4 * p.value_tiles : 0));
+        const std::int64_t state_bytes = 4 * tile * p.key_tiles * p.value_tiles;
+        const auto bytes = [&](std::int64_t d) {
+            const std::int64_t chunks = chunks_of(args.sequences, d);
+            return chunks * chunk_bytes + state_bytes * (walks ? chunks >> walk::group_levels : p.slots);
+        };
+        for (const auto& slice : slices_of(args.sequences, bytes))
+            forward_slice(op, exec, from_token(p, slice.first_token), slice.sequences(), walks);
     });
 }
 
@@ -1545,17 +1708,7 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
     const OperatorScope scope(op, exec);
     dispatch(op, args.dtype, [&]<class T>(TypeTag<T>) {
         Problem<T> p = make_problem<T>(op, args);
-        const std::int64_t heads = p.heads, state = static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
-        const std::int64_t limit =
-            std::max<std::int64_t>(1, round_bytes / (heads * state * static_cast<std::int64_t>(sizeof(T))));
         p.wide_o = is_wide(sizeof(T), args.d_o, {args.value_width});
-        auto layout = layout_of(exec, args.sequences, p.slots, unlimited);
-        p.own_steps = p.wide_o && has_walks(exec, p, args.d_o) &&
-                      layout->most_entering * heads * state * static_cast<std::int64_t>(sizeof(T)) <= walk_bytes;
-        if (!p.own_steps) layout = layout_of(exec, args.sequences, p.slots, limit);
-        const auto rounds = static_cast<std::int64_t>(layout->rounds.size());
-        p.chunks = layout->chunk_info;
-        p.streams = layout->stream_info;
         p.d_o = static_cast<const T*>(args.d_o);
         p.dq = static_cast<T*>(args.dq);
         p.dk = static_cast<T*>(args.dk);
@@ -1566,64 +1719,18 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
         p.dq_stride = args.dq_stride;
         p.dk_stride = args.dk_stride;
         p.dv_stride = args.dv_stride;
-
-        const std::int64_t master_size = args.sequences.count * heads * p.slots * state;
-        const std::int64_t round_keys = layout->longest_round * heads * p.key_tiles * area;
-        float *masters = nullptr, *gradients = nullptr;  // masters[r]: states entering round r; [rounds]: scratch
-        T *states = nullptr, *steps = nullptr;
-        Arena arena;
-        add_chunk_workspace(arena, p, layout->chunks);
-        arena.add(&p.inverse, static_cast<std::int64_t>(layout->chunks) * heads * area);
-        arena.add(&p.mix, static_cast<std::int64_t>(layout->chunks) * heads * area);
-        if (!p.own_steps) arena.add(&masters, (rounds + 1) * master_size);
-        if (!p.own_steps) arena.add(&gradients, master_size);
-        arena.add(&states, layout->most_entering * heads * state);
-        arena.add(&p.d_states, layout->most_leaving * heads * state);
-        arena.add(&steps, (p.own_steps ? layout->most_entering + layout->chunks : layout->most_leaving) * heads *
-                              p.value_tiles * area);
-        arena.add(&p.d_steps, layout->most_leaving * heads * p.value_tiles * area);
-        arena.add(&p.d_query, round_keys);
-        arena.add(&p.d_start, round_keys);
-        arena.add(&p.d_left, round_keys);
-        arena.add(&p.scale_parts, p.key_tiles * layout->longest_round * heads * p.slots * edge);
-        arena.add(&p.flow_parts, p.key_tiles * layout->longest_round * heads);
-        arena.allocate(exec);
-
-        const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
-        launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(layout->chunks), head_blocks),
-                     4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
-        const auto advance = [&](std::int64_t r, float* to) {
-            const auto& round = layout->rounds[static_cast<std::size_t>(r)];
-            dispatch_key_tiles(p, [&](auto kt) {
-                launch_tiles(op, exec, advance_states<T, kt()>,
-                             dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2),
-                             threads, p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
-            });
+        const bool walks = p.wide_o && has_walks(exec, p, args.d_o);
+        const std::int64_t size = sizeof(T), tile = p.heads * std::int64_t{area};
+        const std::int64_t chunk_bytes = tile * (size * (3 * p.key_tiles + 2 + p.value_tiles) + 12 * p.key_tiles);
+        const std::int64_t state_bytes = tile * p.value_tiles * 2 * size * (p.key_tiles + 1);
+        // Without walks: states in float32, where each of some rounds starts.
+        const std::int64_t master_bytes = 16 * 4 * tile * p.value_tiles * p.key_tiles * p.slots;
+        const auto bytes = [&](std::int64_t d) {
+            const std::int64_t chunks = chunks_of(args.sequences, d);
+            return chunks * chunk_bytes + (walks ? entering_states(chunks, p.slots) * state_bytes : master_bytes);
         };
-        for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
-        p.states = states;
-        p.steps = steps;
-        if constexpr (std::is_same_v<T, Bfloat16>)
-            if (p.own_steps) walk_backward(op, exec, p, *layout);
-        for (std::int64_t r = rounds; r-- > 0;) {
-            const auto& round = layout->rounds[static_cast<std::size_t>(r)];
-            const auto chunks = static_cast<unsigned>(round.chunks);
-            if (round.leaving > 0 || round.entering > 0) {
-                if (!p.own_steps) {
-                    advance(r, masters + rounds * master_size);
-                    dispatch_key_tiles(p, [&](auto kt) {
-                        launch_tiles(op, exec, retreat_states<T, kt()>,
-                                     dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks),
-                                     walk_shared(p, 3), threads, p, round.first_stream, gradients);
-                    });
-                }
-                launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
-                             5 * area * sizeof(T) + static_cast<std::size_t>((p.slots + 2) * edge + 32) * sizeof(float),
-                             threads, p, round.first_chunk);
-            }
-            launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks),
-                         6 * area * sizeof(T) + sizeof(GradientShared), threads, p, round.first_chunk);
-        }
+        for (const auto& slice : slices_of(args.sequences, bytes))
+            backward_slice(op, exec, from_token(p, slice.first_token), slice.sequences(), walks);
     });
 }
 

@@ -62,6 +62,11 @@ __host__ __device__ __forceinline__ Transition transition_after(int c, int slots
 }
 __device__ __forceinline__ int place_of(int used, int slot) { return __popc(used & ((1 << slot) - 1)); }
 
+// Where the `index`-th of a chunk's `count` states of head h is; `before`: a head's states in the chunks before it.
+__device__ __forceinline__ std::int64_t place(int heads, std::int64_t before, int count, int h, int index) {
+    return before * heads + static_cast<std::int64_t>(count) * h + index;
+}
+
 // ---- schedule --------------------------------------------------------------------------------------------------------
 
 constexpr int none = -1, parked = -2;  // buckets: an index, or none, or parked - n: the n-th of the block's own
@@ -215,14 +220,9 @@ struct Walk {
     float* parked;   // [blocks, consumers, group levels - 1, K tiles]
     float* sums;     // [chunks, H, V tiles]: outputs so far
     bf16* o;
-    // Backward; v is then the outputs' gradient where gradients walk. Places of a chunk: p.place.
+    // Backward; v is then the outputs' gradient where gradients walk. Places: place().
     bf16* states;  // entering states, or gradients of leaving ones: [places, H, V tiles, K tiles]
     bf16* steps;   // T, by the slot that enters, one more a chunk where the chunk's values meet none; or Z of leaving states
-
-    // Place of a chunk's `index`-th of `count` states, `before` of which are in chunks before it.
-    __device__ std::int64_t place(std::int64_t before, int count, int h, int index) const {
-        return before * heads + static_cast<std::int64_t>(count) * h + index;
-    }
 };
 
 constexpr int consumers_limit = 2;
@@ -269,16 +269,23 @@ template <int KT, Purpose purpose>
 struct Layout {
     static constexpr int tile_bytes = area * sizeof(bf16), operand_bytes = KT * tile_bytes;
     static constexpr int key_start = 0, left_key = operand_bytes, query = 2 * operand_bytes,
-                         weights = (purpose == Purpose::states ? 2 : 3) * operand_bytes,
-                         values = weights + (purpose == Purpose::outputs ? tile_bytes : 0);
-    // Behind the values of all consumers: beta[64], level scale[64], e_last; the chunk, the step
-    static constexpr int numbers = 1024, chunk = 768, step = 832;
+                         operands = (purpose == Purpose::states ? 2 : 3) * operand_bytes;
+    // Values of all consumers, with outputs the chunk's weights before them; or the outputs so far: only slots that a
+    // chunk's values do not enter add to them.
+    static constexpr int weights = operands, values = operands + (purpose == Purpose::outputs ? tile_bytes : 0),
+                         sums = operands, sum_bytes = area * sizeof(float);
+    // Behind them: beta[64], level scale[64], e_last; the chunk, the step
+    static constexpr int numbers_bytes = 1024, chunk = 768, step = 832;
+    __host__ __device__ static constexpr int numbers(int consumers) {
+        return operands + consumers * (purpose == Purpose::outputs ? sum_bytes : tile_bytes);
+    }
     // Where a consumer turns what it writes: an output, or a state.
     static constexpr int turned = purpose == Purpose::outputs ? tile_bytes : operand_bytes;
-    __host__ __device__ static constexpr int stage_bytes(int consumers) { return values + consumers * tile_bytes + numbers; }
+    __host__ __device__ static constexpr int stage_bytes(int consumers) { return numbers(consumers) + numbers_bytes; }
     __host__ __device__ static constexpr int bytes(int consumers) {
         return stages * stage_bytes(consumers) + consumers * turned + 2 * stages * parts * static_cast<int>(sizeof(Barrier));
     }
+    static_assert(tile_bytes * 2 == sum_bytes);
 };
 
 // Does the work in order, or each unit's in reverse: begin(head, first value tile, segment, whether the segment behind it
@@ -300,6 +307,23 @@ __device__ __forceinline__ void for_each_step(const Walk& p, int consumers, Begi
             end(h, value_tile, segment);
             kept_on = segment.kept != 0;
         }
+    }
+}
+
+// Starts copying a tile from rows of `width` elements, from column `first` on, by a warp; `width` and `stride` are multiples
+// of 8. What is behind `rows` or `width` becomes 0.
+__device__ __forceinline__ void load_rows(bf16* to, const bf16* from, std::int64_t stride, int rows, int first, int width) {
+    // A lane has one column of 16 bytes, and every fourth row.
+    const int lane = tile::thread_index() % 32, first_row = lane / 8, column = lane % 8 * 8;
+    bf16* const even = to + tile::offset<bf16>(first_row, column);
+    bf16* const odd = to + tile::offset<bf16>(first_row + 4, column);
+    if (first + column >= width) rows = 0;
+    const bf16* at = from + first_row * stride + first + column;
+#pragma unroll
+    for (int n = 0; n < edge / 4; ++n) {
+        const bool valid = first_row + 4 * n < rows;
+        tile::copy_async_16((n % 2 == 0 ? even : odd) + n / 2 * 8 * edge, valid ? at : from, valid);
+        at += 4 * stride;
     }
 }
 
@@ -332,43 +356,33 @@ __device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, 
 
     acquire(readers);
     if (lane == 0) {
-        unsigned char* const numbers = stage + L::values + consumers * L::tile_bytes;
+        unsigned char* const numbers = stage + L::numbers(consumers);
         *reinterpret_cast<ChunkInfo*>(numbers + L::chunk) = c;
         *reinterpret_cast<Step*>(numbers + L::step) = step;
         int bytes = 0;
+        const int sums = step.reads && !step.first ? min(consumers, p.value_tiles - value_tile) : 0;
         if constexpr (purpose == Purpose::outputs)
-            bytes = (step.reads ? L::operand_bytes : 0) + (step.inside ? L::tile_bytes : 0);
+            bytes = (step.reads ? L::operand_bytes : 0) + (step.inside ? L::tile_bytes : 0) + sums * L::sum_bytes;
         arrive_expecting(full + readers, bytes);
         if constexpr (purpose == Purpose::outputs) {
             if (step.reads) copy(L::query, p.query, readers);
-            if (step.reads && !step.first)
-                for (int i = 0; i < min(consumers, p.value_tiles - value_tile); ++i)
-                    prefetch_bulk(p.sums + (id * p.value_tiles + value_tile + i) * area, area * sizeof(float));
             if (step.inside) copy_bulk(stage + L::weights, p.weights + id * area, L::tile_bytes, full + readers);
+            // A group's own block may have written them, at least three steps ago.
+            if (sums > 0) fence_written();
+            for (int i = 0; i < sums; ++i)
+                copy_bulk(stage + L::sums + i * L::sum_bytes, p.sums + (id * p.value_tiles + value_tile + i) * area,
+                          L::sum_bytes, full + readers);
         }
     }
     const bool loads =
         purpose == Purpose::gradients ? step.reads : step.enters || (purpose == Purpose::outputs && step.inside);
     if (loads) {
-        // A lane has one column of 16 bytes, and every fourth row.
-        const int first_row = lane / 8, column = lane % 8 * 8;
-        for (int i = 0; i < consumers; ++i) {
-            bf16* const to = reinterpret_cast<bf16*>(stage + L::values + i * L::tile_bytes);
-            bf16* const even = to + tile::offset<bf16>(first_row, column);
-            bf16* const odd = to + tile::offset<bf16>(first_row + 4, column);
-            const int column0 = (value_tile + i) * edge + column;
-            const int rows = column0 < p.value_width ? c.rows : 0;
-            const bf16* from =
-                p.v + (c.token + first_row) * p.v_stride + static_cast<std::int64_t>(h) * p.value_width + column0;
-#pragma unroll
-            for (int n = 0; n < edge / 4; ++n) {
-                const bool valid = first_row + 4 * n < rows;
-                tile::copy_async_16((n % 2 == 0 ? even : odd) + n / 2 * 8 * edge, valid ? from : p.v, valid);
-                from += 4 * p.v_stride;
-            }
-        }
+        for (int i = 0; i < consumers; ++i)
+            load_rows(reinterpret_cast<bf16*>(stage + L::values + i * L::tile_bytes),
+                      p.v + c.token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width, p.v_stride, c.rows,
+                      (value_tile + i) * edge, p.value_width);
     }
-    float* const numbers = reinterpret_cast<float*>(stage + L::values + consumers * L::tile_bytes);
+    float* const numbers = reinterpret_cast<float*>(stage + L::numbers(consumers));
     for (int t = lane; t < edge; t += 32) {
         const bool valid = t < c.rows;
         const std::int64_t token = (c.token + (valid ? t : 0)) * p.heads + h;
@@ -526,7 +540,7 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                 Barrier* const full = filled + at.stage * parts;
                 const auto tile_at = [&](int offset) { return reinterpret_cast<bf16*>(stage + offset); };
                 bf16* const values = tile_at(L::values + consumer * L::tile_bytes);
-                const float* const numbers = reinterpret_cast<const float*>(stage + L::values + consumers * L::tile_bytes);
+                const float* const numbers = reinterpret_cast<const float*>(stage + L::numbers(consumers));
                 const bool scaled = p.level_scales != nullptr;
                 const auto scales = [&](int token) {
                     const float2 pair = tile::load_pair(numbers + edge + token);
@@ -543,16 +557,16 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                     *reinterpret_cast<const ChunkInfo*>(reinterpret_cast<const unsigned char*>(numbers) + L::chunk);
                 const Step step = *reinterpret_cast<const Step*>(reinterpret_cast<const unsigned char*>(numbers) + L::step);
                 const float decay = numbers[2 * edge];
-#pragma unroll
-                for (int kt = 0; kt < KT; ++kt)
-#pragma unroll
-                    for (int i = 0; i < 32; ++i) state[kt][i / 4][i % 4] *= decay;
                 fence_products(x);
 #pragma unroll
                 for (int k = 0; k < KT * 4; ++k)
                     multiply<false>(x, operand[k],
                                     tile_at(reverse ? L::left_key : L::key_start) + k / 4 * area + k % 4 * 16);
                 commit();
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt)
+#pragma unroll
+                    for (int i = 0; i < 32; ++i) state[kt][i / 4][i % 4] *= decay;
                 wait_products<0>();
                 hold(x);
                 release(keys);
@@ -654,11 +668,13 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                         float* const sum =
                             p.sums + ((static_cast<std::int64_t>(chunk) * p.heads + h) * p.value_tiles + value_tile) * area +
                             thread * 4;
-                        if (!step.first && valid) {
+                        if (!step.first) {
+                            const float* const so_far =
+                                reinterpret_cast<const float*>(stage + L::sums + consumer * L::sum_bytes) + thread * 4;
 #pragma unroll
                             for (int j = 0; j < 8; ++j) {
                                 float before[4];
-                                load(before, sum + j * 512);
+                                load(before, so_far + j * 512);
 #pragma unroll
                                 for (int e = 0; e < 4; ++e) x[j][e] += before[e];
                             }
@@ -687,14 +703,15 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                         }
                     }
                 } else {
-                    const std::int64_t state_at = ((reverse ? p.place(c.leaving, step.leaving, h, step.leaving_place)
-                                                            : p.place(c.entering, step.entering, h, step.entering_place)) *
-                                                       p.value_tiles +
-                                                   value_tile) *
-                                                  KT * area;
+                    const std::int64_t state_at =
+                        ((reverse ? place(p.heads, c.leaving, step.leaving, h, step.leaving_place)
+                                  : place(p.heads, c.entering, step.entering, h, step.entering_place)) *
+                             p.value_tiles +
+                         value_tile) *
+                        KT * area;
                     const std::int64_t step_at =
-                        ((reverse ? p.place(c.leaving, step.leaving, h, step.leaving_place)
-                                  : p.place(c.entering + chunk, step.entering + 1, h, step.entering_place)) *
+                        ((reverse ? place(p.heads, c.leaving, step.leaving, h, step.leaving_place)
+                                  : place(p.heads, c.entering + chunk, step.entering + 1, h, step.entering_place)) *
                              p.value_tiles +
                          value_tile) *
                         area;
