@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <optional>
 
 #include "base/files.h"
 #include "model/hf_layout.h"
@@ -46,7 +47,8 @@ void run_export(ExportCommand command, bool quiet) {
 }
 
 struct ImportCommand {
-    std::string folder, output, tokenizer, end_of_document;
+    std::string folder, output, tokenizer;
+    std::optional<std::string> end_of_document;
     std::int64_t sequence_length = 2048;
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <optional>
 
 #include "base/files.h"
 #include "data/tokenize.h"
@@ -15,7 +16,8 @@ namespace {
 
 struct TokenizeCommand {
     data::TokenizeOptions options;
-    std::string tokenizer = "bytes", end_of_document, documents = "file", format = "auto";
+    std::string tokenizer = "bytes", documents = "file", format = "auto";
+    std::optional<std::string> end_of_document;
 };
 
 void print_corpus(const data::TokenFileInfo& info) {

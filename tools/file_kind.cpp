@@ -1,7 +1,6 @@
 #include "tools/file_kind.h"
 
 #include <filesystem>
-#include <fstream>
 
 #include "base/hdf5.h"
 #include "data/corpus.h"
@@ -15,15 +14,12 @@ FileKind kind_of_file(const std::string& path) {
     std::error_code ignored;
     FENWICK_CHECK(fs::exists(path, ignored), "{}: no such file", path);
     if (fs::is_directory(path)) {
-        if (data::is_corpus_folder(path)) return FileKind::corpus;
+        if (data::is_corpus_folder(path) || data::holds_shards(path)) return FileKind::corpus;
         return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
     }
     const std::string extension = fs::path(path).extension().string();
     if (extension == ".yaml" || extension == ".yml") return FileKind::config;
-    // The signature that every HDF5 file begins with
-    char mark[8] = {};
-    std::ifstream(path, std::ios::binary).read(mark, sizeof(mark));
-    if (std::string_view(mark, sizeof(mark)) != std::string_view("\x89HDF\r\n\x1a\n", 8)) return FileKind::other;
+    if (!hdf5::is_hdf5(path)) return FileKind::other;
     const auto file = hdf5::File::open(path);
     const std::string format = file.has_attribute("/", "format") ? file.attribute_string("/", "format") : "";
     if (format.find("token") != std::string::npos) return FileKind::corpus;
@@ -31,11 +27,14 @@ FileKind kind_of_file(const std::string& path) {
     fail("{} is neither a Fenwick token file nor a Fenwick checkpoint", path);
 }
 
-std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source, const std::string& end_of_document) {
+std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source,
+                                                   const std::optional<std::string>& end_of_document) {
+    FENWICK_CHECK(!end_of_document || !end_of_document->empty(),
+                  "--end-of-document is empty; the name of a token is needed, as in --end-of-document '<|im_end|>'");
     // A name without a file is the tokenizer's to understand ("bytes") or to refuse.
     std::error_code ignored;
     const FileKind kind = fs::exists(source, ignored) ? kind_of_file(source) : FileKind::other;
-    FENWICK_CHECK(kind == FileKind::other || end_of_document.empty(),
+    FENWICK_CHECK(kind == FileKind::other || !end_of_document,
                   "the tokenizer in {} has its end of a document; --end-of-document is for a tokenizer.json", source);
     switch (kind) {
         case FileKind::corpus: return data::TokenCorpus(source).tokenizer();
@@ -44,7 +43,8 @@ std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source, co
             const auto tokenizer = train::read_checkpoint_header(train::find_checkpoint(source)).tokenizer;
             return data::restore_tokenizer(tokenizer.kind, tokenizer.definition);
         }
-        default: return data::open_tokenizer(source, end_of_document);
+        default:
+            return data::open_tokenizer(source, end_of_document.value_or(""));
     }
 }
 

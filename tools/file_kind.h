@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "data/tokenizer.h"
@@ -14,7 +15,9 @@ enum class FileKind { config, corpus, checkpoint, run_folder, other };
 // there is nothing at `path`.
 FileKind kind_of_file(const std::string& path);
 
-// The tokenizer inside a corpus, checkpoint or run folder, or what data::open_tokenizer takes.
-std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source, const std::string& end_of_document = "");
+// The tokenizer inside a corpus, checkpoint or run folder, or what data::open_tokenizer takes. end_of_document: as the
+// command line has it.
+std::unique_ptr<data::Tokenizer> open_tokenizer_of(const std::string& source,
+                                                   const std::optional<std::string>& end_of_document = {});
 
 }  // namespace fenwick::tools

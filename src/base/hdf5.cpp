@@ -381,9 +381,7 @@ Handle open_file(const std::string& path, unsigned flags) {
     const bool is_folder = ::fstat(descriptor, &status) == 0 && S_ISDIR(status.st_mode);
     ::close(descriptor);
     FENWICK_CHECK(!is_folder, "{} is a folder; an HDF5 file is needed", path);
-    const htri_t is_hdf5 = H5Fis_hdf5(path.c_str());
-    H5Eclear2(H5E_DEFAULT);
-    FENWICK_CHECK(is_hdf5 > 0, "{} is not an HDF5 file", path);
+    FENWICK_CHECK(is_hdf5(path), "{} is not an HDF5 file", path);
     const Handle access = access_properties(path);
     return own_file(checked(H5Fopen(path.c_str(), flags, access.get()), path, "damaged HDF5 file"));
 }
@@ -395,6 +393,13 @@ std::int64_t DatasetInfo::count() const {
     for (const std::int64_t size : shape)
         if (size < 0 || __builtin_mul_overflow(product, size, &product)) fail("shape {} overflows 64 bits", shape_text(shape));
     return product;
+}
+
+bool is_hdf5(const std::string& path) {
+    const Lock lock;
+    const htri_t found = H5Fis_hdf5(path.c_str());
+    H5Eclear2(H5E_DEFAULT);
+    return found > 0;
 }
 
 File File::open(const std::string& path) {

@@ -47,6 +47,8 @@ struct DatasetInfo {
     std::int64_t count() const;  // number of elements
 };
 
+bool is_hdf5(const std::string& path);  // a file with HDF5's signature, whatever follows
+
 // One open file. All object names are paths from the root ("in/params/lm_head.weight").
 class File {
 public:

@@ -53,6 +53,11 @@ bool is_corpus_folder(const std::string& path) {
     return fs::is_regular_file(fs::path(path) / manifest_name, ignored);
 }
 
+bool holds_shards(const std::string& path) {
+    std::error_code ignored;
+    return fs::is_regular_file(fs::path(path) / "00000.h5", ignored);
+}
+
 void to_json(nlohmann::json& json, const CorpusManifest::Shard& shard) {
     json = {{"file", shard.file},
             {"bytes", shard.bytes},
@@ -110,8 +115,8 @@ CorpusManifest CorpusManifest::read(const std::string& folder) {
         manifest.num_sources = json.at("num_sources");
         manifest.sources_sha256 = json.at("sources_sha256");
         manifest.shards = json.at("shards").get<std::vector<Shard>>();
-    } catch (const nlohmann::json::exception& error) {
-        fail("{} is damaged: {}", path, error.what());
+    } catch (const nlohmann::json::exception&) {
+        fail("{} is damaged: it is not the JSON that fenwick tokenize writes", path);
     }
     std::int64_t tokens = 0, documents = 0;
     for (const Shard& shard : manifest.shards) {
@@ -145,8 +150,13 @@ struct TokenCorpus::Implementation {
         is_folder = fs::is_directory(path, ignored);
         Shard single;
         if (is_folder) {
-            FENWICK_CHECK(is_corpus_folder(path), "{} is a folder without {}, no corpus (fenwick tokenize makes one)", path,
-                          manifest_name);
+            if (!is_corpus_folder(path)) {
+                FENWICK_CHECK(!holds_shards(path),
+                              "{}: {}, which makes its shards one corpus, is missing; copy the folder again", path,
+                              manifest_name);
+                fail("{} is a folder without {}, no corpus; make one: fenwick tokenize {} --output NAME", path,
+                     manifest_name, path);
+            }
             manifest = CorpusManifest::read(path);
             check_folder();
         } else {

@@ -37,6 +37,7 @@ void to_json(nlohmann::json& json, const CorpusManifest::Shard& shard);
 void from_json(const nlohmann::json& json, CorpusManifest::Shard& shard);
 
 bool is_corpus_folder(const std::string& path);  // holds a manifest
+bool holds_shards(const std::string& path);      // a folder that does, or did
 
 // How many shards a process can well keep open: a quarter of the files that the system lets it open.
 std::size_t most_open_shards();

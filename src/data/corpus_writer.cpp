@@ -51,6 +51,17 @@ std::uint32_t crc_of_file(const std::string& path, std::int64_t bytes) {
 
 std::string shard_name(std::size_t index) { return fmt::format("{:05}.h5", index); }
 
+// is_as_left() is true, and throws no Error.
+template <class Check>
+void check_remains(const std::string& path, Check&& is_as_left) {
+    bool right = false;
+    try {
+        right = is_as_left();
+    } catch (const Error&) {
+    }
+    FENWICK_CHECK(right, "{} is not as the interrupted run left it; give --restart to begin anew", path);
+}
+
 }  // namespace
 
 bool is_token_file_path(const std::string& output) { return fs::path(output).extension() == ".h5"; }
@@ -195,8 +206,12 @@ void CorpusWriter::restore(const nlohmann::json& state) {
     shards_ = state.at("shards").get<std::vector<CorpusManifest::Shard>>();
     for (const auto& shard : shards_) {
         const std::string path = staged(shard.file);
-        FENWICK_CHECK(size_of_file(path) == shard.bytes && TokenFile(path).digest() == shard.digest,
-                      "{} is not as the interrupted run left it; give --restart to begin anew", path);
+        check_remains(path, [&] {
+            if (size_of_file(path) != shard.bytes) return false;
+            const TokenFile file(path);
+            file.verify();
+            return file.digest() == shard.digest;
+        });
         known.insert(path);
     }
     const auto& open = state.at("open");
@@ -204,12 +219,10 @@ void CorpusWriter::restore(const nlohmann::json& state) {
         for (auto [kind, target] : {std::pair{"tokens", &tokens_}, std::pair{"documents", &documents_}}) {
             const std::string path = spool(kind, shards_.size());
             const std::int64_t bytes = open.at(fmt::format("{}_bytes", kind));
-            FENWICK_CHECK(size_of_file(path) >= bytes,
-                          "{} is not as the interrupted run left it; give --restart to begin anew", path);
+            const std::uint32_t crc = open.at(fmt::format("{}_crc32", kind));
+            check_remains(path, [&] { return size_of_file(path) >= bytes && crc_of_file(path, bytes) == crc; });
             target->emplace(path, bytes, output_);
-            (*target)->crc = open.at(fmt::format("{}_crc32", kind));
-            FENWICK_CHECK(crc_of_file(path, bytes) == (*target)->crc,
-                          "{} is not as the interrupted run left it; give --restart to begin anew", path);
+            (*target)->crc = crc;
             known.insert(path);
         }
         shard_ = open.get<CorpusManifest::Shard>();
@@ -246,6 +259,15 @@ TokenFileInfo CorpusWriter::complete(const std::string& sources) {
     manifest.sources_sha256 = sha256_hex(text);
     manifest.write(staging_folder());
     return info;
+}
+
+void CorpusWriter::check_complete() const {
+    const std::string whole = is_folder_ ? staging_folder() : staged(shard_name(0));
+    check_remains(whole, [&] {
+        if (!fs::exists(whole)) return fs::exists(output_);
+        TokenCorpus(whole).verify();
+        return true;
+    });
 }
 
 void CorpusWriter::publish() {

@@ -33,11 +33,14 @@ public:
     void close_shard();
     nlohmann::json commit();                    // what has been written is on disk, and this is where it stands
     void forget_spools();                       // once the state is safe
-    void restore(const nlohmann::json& state);  // of commit(); removes what came later
+    // Of commit(). Reads what is there from end to end, and throws Error where it is not as it was left; removes what came
+    // later.
+    void restore(const nlohmann::json& state);
 
     // The last shard is closed and the whole is complete in the work folder. `sources`: a file of JSON lines, as in a
     // corpus.
     TokenFileInfo complete(const std::string& sources);
+    void check_complete() const;  // of another run, and not yet put in place: as it was left, or an Error
     // Puts it in place; what stands at the output is replaced. Does nothing where that has been done.
     void publish();
 

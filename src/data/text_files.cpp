@@ -97,13 +97,17 @@ public:
     Decoder(const Decoder&) = delete;
     Decoder& operator=(const Decoder&) = delete;
 
-    // Takes from `in` and gives into `out`, as much as it can of both; moves their beginnings. `last`: nothing comes after
-    // `in`.
-    virtual void decode(std::string_view& in, char*& out, char* end, bool last) = 0;
+    // Takes from `in` and gives into `out`, as much as it can of both; moves their beginnings.
+    virtual void decode(std::string_view& in, char*& out, char* end) = 0;
     // Whether the file may end here.
     virtual bool complete() const = 0;
 
 protected:
+    // What comes behind a whole stream is another one.
+    void check_follows(bool is_another, std::string_view compression) const {
+        FENWICK_CHECK(is_another, "{}: something that is not {} follows its {} data", path_, compression, compression);
+    }
+
     const std::string& path_;
 };
 
@@ -112,7 +116,7 @@ namespace {
 class Plain final : public TextReader::Decoder {
 public:
     using Decoder::Decoder;
-    void decode(std::string_view& in, char*& out, char* end, bool) override {
+    void decode(std::string_view& in, char*& out, char* end) override {
         const std::size_t count = std::min(in.size(), static_cast<std::size_t>(end - out));
         std::memcpy(out, in.data(), count);
         out += count;
@@ -128,12 +132,12 @@ public:
     }
     ~Gzip() override { inflateEnd(&stream_); }
 
-    void decode(std::string_view& in, char*& out, char* end, bool) override {
+    void decode(std::string_view& in, char*& out, char* end) override {
         if (ended_) {
             // Another member, or what tapes are filled up with.
             while (!in.empty() && in.front() == '\0') in.remove_prefix(1);
             if (in.empty()) return;
-            FENWICK_CHECK(in.front() == '\x1f', "{}: something that is not gzip follows its gzip data", path_);
+            check_follows(in.front() == '\x1f', "gzip");
             inflateReset(&stream_);
             ended_ = false;
         }
@@ -163,7 +167,9 @@ public:
     }
     ~Zstd() override { ZSTD_freeDStream(stream_); }
 
-    void decode(std::string_view& in, char*& out, char* end, bool) override {
+    void decode(std::string_view& in, char*& out, char* end) override {
+        // The first byte of a frame, or of one to be skipped
+        if (ended_ && !in.empty()) check_follows(in.front() == '\x28' || (in.front() & 0xf0) == 0x50, "zstd");
         ZSTD_inBuffer from{in.data(), in.size(), 0};
         ZSTD_outBuffer to{out, static_cast<std::size_t>(end - out), 0};
         const std::size_t result = ZSTD_decompressStream(stream_, &to, &from);
@@ -184,19 +190,22 @@ private:
 #ifdef FENWICK_HAVE_LZMA
 class Xz final : public TextReader::Decoder {
 public:
-    explicit Xz(const std::string& path) : Decoder(path) {
-        constexpr std::uint64_t most_memory = 256 << 20;  // xz -9 needs 65 MB
-        FENWICK_CHECK(lzma_stream_decoder(&stream_, most_memory, LZMA_CONCATENATED) == LZMA_OK,
-                      "{}: no memory to decompress it", path);
-    }
+    explicit Xz(const std::string& path) : Decoder(path) { begin_stream(); }
     ~Xz() override { lzma_end(&stream_); }
 
-    void decode(std::string_view& in, char*& out, char* end, bool last) override {
+    void decode(std::string_view& in, char*& out, char* end) override {
+        if (ended_) {
+            while (!in.empty() && in.front() == '\0') in.remove_prefix(1);  // padding
+            if (in.empty()) return;
+            check_follows(in.front() == '\xFD', "xz");
+            begin_stream();
+            ended_ = false;
+        }
         stream_.next_in = reinterpret_cast<const std::uint8_t*>(in.data());
         stream_.avail_in = in.size();
         stream_.next_out = reinterpret_cast<std::uint8_t*>(out);
         stream_.avail_out = static_cast<std::size_t>(end - out);
-        const lzma_ret result = lzma_code(&stream_, last ? LZMA_FINISH : LZMA_RUN);
+        const lzma_ret result = lzma_code(&stream_, LZMA_RUN);
         in.remove_prefix(in.size() - stream_.avail_in);
         out = reinterpret_cast<char*>(stream_.next_out);
         ended_ = result == LZMA_STREAM_END;
@@ -207,6 +216,11 @@ public:
     bool complete() const override { return ended_; }
 
 private:
+    void begin_stream() {
+        constexpr std::uint64_t most_memory = 256 << 20;  // xz -9 needs 65 MB
+        FENWICK_CHECK(lzma_stream_decoder(&stream_, most_memory, 0) == LZMA_OK, "{}: no memory to decompress it", path_);
+    }
+
     lzma_stream stream_ = LZMA_STREAM_INIT;
     bool ended_ = false;
 };
@@ -280,7 +294,7 @@ std::size_t TextReader::read(char* out, std::size_t count) {
         std::string_view in = std::string_view(block_).substr(position_);
         const char* const before = next;
         const std::size_t before_in = in.size();
-        decoder_->decode(in, next, end, at_end_);
+        decoder_->decode(in, next, end);
         position_ = block_.size() - in.size();
         if (at_end_ && next == before && in.size() == before_in) {
             FENWICK_CHECK(decoder_->complete(), "{}: the compressed data is cut off", path_);

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <list>
 #include <map>
 #include <mutex>
@@ -21,6 +22,8 @@
 
 namespace fenwick::data {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr std::string_view format_name = "fenwick-tokens";
 constexpr std::int64_t format_version = 1;
@@ -211,6 +214,19 @@ TokenFileInfo TokenFileWriter::finish() {
 
 // ---------------------------------------------------------------------------------------------------- reading
 
+namespace {
+
+hdf5::File open_tokens(const std::string& path) {
+    if (fs::is_regular_file(path) && !hdf5::is_hdf5(path)) {
+        FENWICK_CHECK(fs::path(path).extension() == ".h5",
+                      "{} is no token file; make one: fenwick tokenize {} --output NAME.h5", path, path);
+        fail("{} is not an HDF5 file: it is damaged, or something else has its name", path);
+    }
+    return hdf5::File::open(path);
+}
+
+}  // namespace
+
 bool is_token_file(const std::string& path) {
     try {
         const auto file = hdf5::File::open(path);
@@ -242,7 +258,7 @@ struct TokenFile::Implementation {
     std::list<std::int64_t> recent;  // newest first
     std::map<std::int64_t, std::pair<Chunk, std::list<std::int64_t>::iterator>> cache;
 
-    Implementation(const std::string& path, std::size_t cache) : file(hdf5::File::open(path)), cache_bytes(cache) {
+    Implementation(const std::string& path, std::size_t cache) : file(open_tokens(path)), cache_bytes(cache) {
         FENWICK_CHECK(file.has_attribute("/", "format") && file.attribute_string("/", "format") == format_name,
                       "{} is not a Fenwick token file (fenwick tokenize makes one)", path);
         const std::int64_t version = file.attribute_int("/", "version");
@@ -468,8 +484,8 @@ std::vector<TokenSource> TokenFile::sources() const {
     try {
         for (const auto& source : nlohmann::json::parse(implementation_->text("sources")))
             found.push_back({source.at("name"), source.at("bytes"), source.at("sha256")});
-    } catch (const nlohmann::json::exception& error) {
-        fail("{}: dataset 'sources' is damaged: {}", info().path, error.what());
+    } catch (const nlohmann::json::exception&) {
+        fail("{}: dataset 'sources' is damaged: it is not the JSON that fenwick tokenize writes", info().path);
     }
     return found;
 }

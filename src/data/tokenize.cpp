@@ -453,15 +453,19 @@ private:
                 work());
             check_inputs();
             is_complete_ = journal.at("complete");
-            if (is_complete_) return;
+            if (is_complete_) {
+                for (const auto& output : outputs_) output->check_complete();
+                return;
+            }
             check_outputs_are_free();
             start_ = {journal.at("file"), journal.at("unit")};
             documents_ = journal.at("documents");
             for (std::size_t i = 0; i < outputs_.size(); ++i) outputs_[i]->restore(journal.at("outputs").at(i));
             sources_.emplace(sources_path(), journal.at("sources_bytes"), outputs_[0]->output());
             progress_.resumed = true;
-        } catch (const nlohmann::json::exception& error) {
-            fail("{} is damaged ({}); give --restart to begin anew", journal_path(), error.what());
+        } catch (const nlohmann::json::exception&) {
+            fail("{} is damaged: it is not the JSON that fenwick tokenize writes; give --restart to begin anew",
+                 journal_path());
         }
         for (std::size_t i = 0; i < start_.file; ++i) progress_.file_bytes += files_.at(i).bytes;
         report();
@@ -470,19 +474,32 @@ private:
     void check_inputs() const {
         std::ifstream known(inputs_path(), std::ios::binary);
         std::string line;
+        constexpr const char* remedy = "give the same to go on, or --restart to begin anew";
+        const auto name_in = [&](const std::string& input) {
+            try {
+                return nlohmann::json::parse(input).at("name").get<std::string>();
+            } catch (const nlohmann::json::exception&) {
+                fail("{} is damaged; give --restart to begin anew", inputs_path());
+            }
+        };
+        const auto removed = [&] {  // the file of `line`
+            fail("{} holds an interrupted run that reads {}, which is no longer among the files; {}", work(), name_in(line),
+                 remedy);
+        };
         for (const TextFile& file : files_) {
-            FENWICK_CHECK(std::getline(known, line),
-                          "{} holds an interrupted run over fewer files, without {}; give the same to go on, or --restart "
-                          "to begin anew",
-                          work(), file.path);
-            FENWICK_CHECK(line + "\n" == input_line(file),
-                          "{} has changed, or is another file, since the run that {} holds was interrupted; give --restart "
-                          "to begin anew",
+            const std::string found = input_line(file);
+            FENWICK_CHECK(std::getline(known, line), "{} holds an interrupted run over fewer files, without {}; {}", work(),
+                          file.path, remedy);
+            if (line + "\n" == found) continue;
+            FENWICK_CHECK(name_in(line) != name_in(found),
+                          "{} has changed since the run that {} holds was interrupted; give --restart to begin anew",
                           file.path, work());
+            const auto is_it = [&](const TextFile& other) { return name_in(input_line(other)) == name_in(line); };
+            if (std::none_of(files_.begin(), files_.end(), is_it)) removed();
+            fail("{} holds an interrupted run that reads {} where {} is given now; {}", work(), name_in(line), file.path,
+                 remedy);
         }
-        FENWICK_CHECK(!std::getline(known, line),
-                      "{} holds an interrupted run over more files; give the same to go on, or --restart to begin anew",
-                      work());
+        if (std::getline(known, line)) removed();
     }
 
     // Between documents.

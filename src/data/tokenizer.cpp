@@ -105,7 +105,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const
         fail("tokenizer {}; {}", error.what(), what_is_needed);
     }
     if (const auto pair = find_gpt2_pair(path); !pair.merges.empty())
-        definition = tokenizer_json_of_gpt2(read_file(pair.merges), read_file(pair.vocabulary), fs::path(path).parent_path().string());
+        definition = tokenizer_json_of_gpt2(pair.merges, pair.vocabulary);
     else if (!looks_like_json(definition))
         return without_name(make_sentencepiece(definition, path));
     if (!end_of_document.empty()) definition = with_end_of_document(definition, end_of_document, path);

@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/files.h"
 #include "data/byte_level_bpe.h"
 #include "data/normalization.h"
 #include "data/utf8.h"
@@ -422,17 +423,19 @@ std::string with_end_of_document(const std::string& definition, const std::strin
     return file.dump();
 }
 
-std::string tokenizer_json_of_gpt2(std::string_view vocab_bpe, std::string_view encoder_json, const std::string& name) {
-    json vocabulary = parse(encoder_json, name);
-    FENWICK_CHECK(vocabulary.is_object(), "{}: encoder.json must be an object of tokens and their ids", name);
+std::string tokenizer_json_of_gpt2(const std::string& merges_path, const std::string& vocabulary_path) {
+    json vocabulary = parse(read_file(vocabulary_path), vocabulary_path);
+    FENWICK_CHECK(vocabulary.is_object(), "{}: an object of tokens and their ids is needed", vocabulary_path);
     json merges = json::array();
-    for (std::size_t line = 1; !vocab_bpe.empty(); ++line) {
-        const auto end = std::min(vocab_bpe.find('\n'), vocab_bpe.size());
-        std::string_view merge = vocab_bpe.substr(0, end);
-        vocab_bpe.remove_prefix(std::min(end + 1, vocab_bpe.size()));
+    const std::string text = read_file(merges_path);
+    std::string_view rest = text;
+    for (std::size_t line = 1; !rest.empty(); ++line) {
+        const auto end = std::min(rest.find('\n'), rest.size());
+        std::string_view merge = rest.substr(0, end);
+        rest.remove_prefix(std::min(end + 1, rest.size()));
         if (merge.ends_with('\r')) merge.remove_suffix(1);
         if (merge.empty() || (line == 1 && merge.starts_with("#version"))) continue;
-        FENWICK_CHECK(utf8_prefix(merge) == merge.size(), "{}: vocab.bpe: line {} is not UTF-8", name, line);
+        FENWICK_CHECK(utf8_prefix(merge) == merge.size(), "{}: line {} is not UTF-8", merges_path, line);
         merges.push_back(merge);
     }
     const json byte_level = {

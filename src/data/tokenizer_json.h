@@ -20,7 +20,7 @@ std::unique_ptr<Tokenizer> make_tokenizer_json(const std::string& definition, co
 // The definition with another end of a document. Throws Error where it is no JSON object with a model.
 std::string with_end_of_document(const std::string& definition, const std::string& token, const std::string& name);
 
-// A tokenizer.json of the same ids as GPT-2's pair of files. `name` is what errors call the folder.
-std::string tokenizer_json_of_gpt2(std::string_view vocab_bpe, std::string_view encoder_json, const std::string& name);
+// A tokenizer.json of the same ids as GPT-2's pair of files, vocab.bpe and encoder.json, read from these paths.
+std::string tokenizer_json_of_gpt2(const std::string& merges_path, const std::string& vocabulary_path);
 
 }  // namespace fenwick::data

@@ -280,7 +280,7 @@ std::string suggestion(const Section& section, const std::string& name) {
         return edit_distance(a, name) < edit_distance(b, name);
     });
     if (edit_distance(*nearest, name) <= std::max<std::size_t>(2, name.size() / 3))
-        return fmt::format("did you mean '{}'?", *nearest);
+        return fmt::format("did you mean '{}{}'?", section.name.empty() ? "" : section.name + ".", *nearest);
     return fmt::format("{} are {}", section.name.empty() ? "the keys here" : fmt::format("the keys of '{}'", section.name),
                        fmt::join(names, ", "));
 }

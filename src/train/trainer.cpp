@@ -225,8 +225,11 @@ private:
     void restore(const std::string& path) {
         const CheckpointHeader header = read_checkpoint_header(path);
         check_same_model(path, header, config_);
-        FENWICK_CHECK(header.tokenizer.identity == tokenizer_.identity, "{}: its tokenizer is not that of {}", path,
-                      config_.data.train.front().path);
+        FENWICK_CHECK(
+            header.tokenizer.identity == tokenizer_.identity,
+            "{}: its tokenizer is not that of {}; tokenize the text with the run's (fenwick tokenize TEXT --tokenizer {} "
+            "--output FILE.h5), or give another run_dir",
+            path, config_.data.train.front().path, config_.run_dir);
         if (communicator_.is_root())
             for (const auto& difference : differences(parse_config(header.config, path), config_, ""))
                 if (difference.key != "run_dir" && difference.key != "train.num_threads" && difference.key != "data.prefetch")

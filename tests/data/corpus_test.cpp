@@ -157,7 +157,9 @@ TEST_F(Corpus, ShardsTrainAsOneFile) {
 TEST_F(Corpus, SaysWhatIsWrong) {
     EXPECT_EQ(error_of([&] { TokenCorpus{folder_}; }), folder_ + ": no such file");
     fs::create_directory(folder_);
-    EXPECT_EQ(error_of([&] { TokenCorpus{folder_}; }), folder_ + " is a folder without manifest.json, no corpus (fenwick tokenize makes one)");
+    EXPECT_EQ(
+        error_of([&] { TokenCorpus{folder_}; }),
+        folder_ + " is a folder without manifest.json, no corpus; make one: fenwick tokenize " + folder_ + " --output NAME");
     write({3, 4, 5});
     const auto keep = temporary_ / "keep";
     const auto broken = [&](auto&& edit) {
@@ -203,7 +205,13 @@ TEST_F(Corpus, SaysWhatIsWrong) {
         test::write_text(manifest, damaged);
         EXPECT_NE(error_of([&] { TokenCorpus{folder_}; }), "") << "byte " << i;
     }
-    EXPECT_THAT(broken([&] { test::write_text(manifest, "{}"); }), HasSubstr(manifest + " is damaged: "));
+    for (const char* damaged : {"{}", "", "{\"format\": \"fenw", "[1e999]"})
+        EXPECT_EQ(broken([&] { test::write_text(manifest, damaged); }),
+                  manifest + " is damaged: it is not the JSON that fenwick tokenize writes");
+    EXPECT_EQ(broken([&] { fs::remove(manifest); }),
+              folder_ + ": manifest.json, which makes its shards one corpus, is missing; copy the folder again");
+    EXPECT_EQ(broken([&] { test::write_text(shard_path(1), std::string(read_file(shard_path(1)).size(), '\0')); }),
+              shard_path(1) + " is not an HDF5 file: it is damaged, or something else has its name");
     EXPECT_THAT(broken([&] { test::write_text(folder_ + "/sources.jsonl", "{\"name\":\"b.txt\",\"bytes\":7,\"sha256\":\"ff\"}\n"); }),
                 HasSubstr("sources.jsonl is damaged: its contents have another checksum than manifest.json says"));
     EXPECT_THAT(broken([&] {

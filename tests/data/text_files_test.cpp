@@ -108,8 +108,11 @@ TEST_P(Compressed, StreamsAreReadWholeOrRefused) {
         test::write_text(path, one + std::string(1000, '\0'));
         EXPECT_TRUE(read_text(path) == text);
     }
-    test::write_text(path, one + "something else");
-    EXPECT_THAT(error_of([&] { read_text(path); }), HasSubstr(path + ": "));
+    for (const std::string& tail : {std::string("something else that is longer than a header"), std::string("x")}) {
+        test::write_text(path, one + tail);
+        EXPECT_EQ(error_of([&] { read_text(path); }),
+                  path + ": something that is not " + program + " follows its " + program + " data");
+    }
 }
 
 TEST(TextFiles, PlainTextIsAnyBytes) {

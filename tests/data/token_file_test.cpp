@@ -227,6 +227,13 @@ TEST(TokenFile, SaysWhatIsWrong) {
     test::TemporaryFolder folder;
     const std::string path = folder / "a.h5", foreign = folder / "foreign.h5";
     EXPECT_EQ(error_of([&] { TokenFile(folder / "no.h5"); }), folder / "no.h5" + std::string(": no such file"));
+    test::write_text(folder / "a.txt", "text");
+    EXPECT_EQ(
+        error_of([&] { TokenFile(folder / "a.txt"); }),
+        (folder / "a.txt") + " is no token file; make one: fenwick tokenize " + (folder / "a.txt") + " --output NAME.h5");
+    test::write_text(path, std::string(100000, '\0'));
+    EXPECT_EQ(error_of([&] { TokenFile{path}; }),
+              path + " is not an HDF5 file: it is damaged, or something else has its name");
     {
         hdf5::File file = hdf5::File::create(foreign);
         const double value = 1;

@@ -291,11 +291,15 @@ TEST_F(TokenizerJson, Gpt2PairsAreOneTokenizer) {
             EXPECT_EQ(tokenizer->identity(), identity);
         }
         test::write_text(pair / merges_name, "#version: 0.2\n\xc4\xa0 t\na\xff b\n");
-        EXPECT_EQ(error_of([&] { open_tokenizer(pair.path()); }), pair.path() + ": vocab.bpe: line 3 is not UTF-8");
+        EXPECT_EQ(error_of([&] { open_tokenizer(pair.path()); }), pair / merges_name + ": line 3 is not UTF-8");
         test::write_text(pair / merges_name, merges);
         test::write_text(pair / vocabulary_name, "[1]");
         EXPECT_EQ(error_of([&] { open_tokenizer(pair.path()); }),
-                  pair.path() + ": encoder.json must be an object of tokens and their ids");
+                  pair / vocabulary_name + ": an object of tokens and their ids is needed");
+        const std::string cut = vocabulary.dump().substr(0, 50);
+        test::write_text(pair / vocabulary_name, cut);
+        EXPECT_EQ(error_of([&] { open_tokenizer(pair.path()); }),
+                  pair / vocabulary_name + ": not JSON: an error at byte " + std::to_string(cut.size() + 1));
     }
     test::TemporaryFolder empty;
     EXPECT_THAT(error_of([&] { open_tokenizer(empty.path()); }),

@@ -147,7 +147,8 @@ TEST_F(CommandLine, BadInputGivesOneLineAndExitCode2) {
     expect_refused("--log-level loud info " + config, "log level 'loud' is unknown");
     // Configs: unknown key with the nearest one and its line, wrong type, contradiction
     write_text(path("typo.yaml"), read(config) + "  micro_bach: 2\n");
-    expect_refused("train " + path("typo.yaml"), "typo.yaml:17: unknown key 'train.micro_bach'; did you mean 'micro_batch'?");
+    expect_refused("train " + path("typo.yaml"),
+                   "typo.yaml:17: unknown key 'train.micro_bach'; did you mean 'train.micro_batch'?");
     expect_refused("train " + config + " --set train.steps=ten", "train.steps is 'ten'");
     expect_refused("train " + config + " --set model.nonsense=1", "unknown key 'model.nonsense'");
     expect_refused("train " + config + " --set train.batch_size=4 --set train.micro_batch=3 --run-dir " + path("new"), "micro_batch");

@@ -177,7 +177,7 @@ TEST_F(CorpusCommands, DamageIsSaidInOneLine) {
     write_text(shard, good);
     succeed({"verify", corpus_});
     fs::remove(corpus_ + "/manifest.json");
-    expect_refused({"verify", corpus_}, corpus_ + " is no token file");
+    expect_refused({"verify", corpus_}, corpus_ + ": manifest.json, which makes its shards one corpus, is missing");
     write_text(corpus_ + "/manifest.json", manifest.substr(0, manifest.size() / 2));
     refused_everywhere("manifest.json is damaged");
 }
@@ -202,6 +202,7 @@ TEST_F(CorpusCommands, OptionsOfTokenizing) {
     succeed(with({"--overwrite"}));
     EXPECT_THAT(fenwick({"info", folder_ / "a.h5"}).output, HasSubstr("empty.txt (0 bytes)"));
     expect_refused(with({"--overwrite", "--valid-share", "0.5"}), "--valid-share, --valid-output");
+    expect_refused(with({"--overwrite", "--end-of-document", ""}), "--end-of-document is empty");
     expect_refused({"tokenize", folder_ / "empty.txt", "-o", folder_ / "b.h5"}, "no text to tokenize in ");
     expect_refused({"tokenize", folder_ / "a.jsonl", "-o", folder_ / "b.h5"}, "a.jsonl:1: it has no field 'text'");
     EXPECT_FALSE(fs::exists(folder_ / "b.h5.partial"));

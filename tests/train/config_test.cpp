@@ -116,7 +116,7 @@ TEST(Config, StepsFromTokens) {
 
 TEST(Config, UnknownKeysNameTheNearest) {
     EXPECT_EQ(error_of(with("hidden_size", "hiden_size")),
-              "a.yaml:4: unknown key 'model.hiden_size'; did you mean 'hidden_size'?");
+              "a.yaml:4: unknown key 'model.hiden_size'; did you mean 'model.hidden_size'?");
     EXPECT_EQ(error_of(with("  steps: 100", "  learning_rate: 1")),
               "a.yaml:12: unknown key 'train.learning_rate'; did you mean 'optimizer.learning_rate'?");
     EXPECT_EQ(error_of(with("data:", "dta:")), "a.yaml:8: unknown key 'dta'; did you mean 'data'?");
@@ -218,7 +218,8 @@ TEST(Config, BadStructure) {
 
 TEST(Config, OverridesAreCheckedAsTheFileIs) {
     EXPECT_EQ(parse_config(minimal, "a.yaml", {"train.steps=7"}).train.steps, 7);
-    EXPECT_EQ(error_of(minimal, {"train.step=7"}), "--set train.step=7: unknown key 'train.step'; did you mean 'steps'?");
+    EXPECT_EQ(error_of(minimal, {"train.step=7"}), "--set train.step=7: unknown key 'train.step'; did you mean 'train.steps'?");
+    EXPECT_EQ(error_of(minimal, {"data.trian=a.h5"}), "--set data.trian=a.h5: unknown key 'data.trian'; did you mean 'data.train'?");
     EXPECT_EQ(error_of(minimal, {"trian.steps=7"}), "--set trian.steps=7: unknown section 'trian'; did you mean 'train'?");
     EXPECT_EQ(error_of(minimal, {"steps=7"}), "--set steps=7: unknown key 'steps'; did you mean 'train.steps'?");
     EXPECT_EQ(error_of(minimal, {"train.steps"}),
