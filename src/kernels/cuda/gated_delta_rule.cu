@@ -1525,9 +1525,9 @@ void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layo
             const int consumers = apart <= processors ? 1 : walk::consumers_limit;
             w.items = layout.items + pass.first;
             w.value_blocks = static_cast<int>(ceil_div(w.value_tiles, consumers));
-            w.units = std::int64_t{pass.count} * w.heads * w.value_blocks;
+            w.units = pass.count * w.heads * w.value_blocks;
             launch_tiles(op, exec, walk::walk_states<kt(), purpose>,
-                         dim3(static_cast<unsigned>(std::min<std::int64_t>(w.units, processors))),
+                         dim3(static_cast<unsigned>(std::min(w.units, processors))),
                          static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(consumers)), (consumers + 1) * 128, w);
         }
     };

@@ -3,7 +3,7 @@
 // A warpgroup keeps the transpose of 64 value columns of one state in registers as wgmma accumulators, [64, K]. In bfloat16
 // they are at once the A operand of what reads them, and the step that they take is that of the update: a step of the chain
 //   T' = (beta V)' - S' Kh',   S' <- e_last S' + T' Y,   O' = S' Qb'
-// touches shared memory only for the chunk's own Kh, Y, Qb, which a producer warp copies there ahead of time.
+// touches shared memory only for the chunk's own Kh, Y, Qb, which producer warps copy there ahead of time.
 //
 // What parallelism there is in time comes from the levels. The bucket tree (kernels/levels.h) over chunks is built level by
 // level: a node's left bucket is carried through the chunks of its right sibling, read there by every token, and the right
@@ -40,6 +40,7 @@ struct ChunkInfo {
     std::int32_t has_next;
     std::int32_t entering, leaving;  // in its round: states that enter chunks before it, and that leave them
 };
+static_assert(sizeof(ChunkInfo) == 32);
 
 // Which slots (levels from 7 on; the last one is all levels that share the last level scale) are in use before chunk c.
 __host__ __device__ __forceinline__ int slots_before(int c, int slots) {
@@ -207,8 +208,9 @@ private:
 
 struct Walk {
     int heads, value_width, value_tiles, levels, slots;
-    int value_blocks;              // of as many value tiles as there are consumers
-    std::int64_t v_stride, units;  // units of work: items x heads x value blocks
+    int value_blocks;  // of as many value tiles as there are consumers
+    std::int64_t v_stride;
+    int units;  // of work: items x heads x value blocks
     const ChunkInfo* chunks;
     const Segment* segments;
     const Item* items;
@@ -231,36 +233,51 @@ constexpr int stages = 2;
 // What a stage holds, by the barrier that counts it.
 enum Part { keys, readers, updates, parts };
 
-// What is done at a chunk.
-struct Step {
-    bool moves;                                            // the state goes on
-    bool exists;                                           // the state is not zero
-    bool enters;                                           // the chunk's values enter it
-    bool reads;                                            // the chunk's queries read it
-    bool inside;                                           // the output takes what is inside the chunk
-    bool first, last;                                      // of the chunk's outputs
-    bool merges;                                           // what leaves is in another slot
-    int entering, entering_place, leaving, leaving_place;  // states of the chunk, and which of them this one is
+// What is done at a chunk, in one word: producers have few registers.
+class Step {
+public:
+    Step() = default;
+    __device__ __forceinline__ Step(const Walk& p, const Segment& segment, int n, const ChunkInfo& c) {
+        const int used = slots_before(c.index, p.slots);
+        const bool exists = n > 0 || segment.kept != 0 || segment.source != none;
+        const bool reads = exists && (used >> segment.slot & 1) != 0, first = (used & ((1 << segment.slot) - 1)) == 0;
+        const Transition transition = transition_after(c.index, p.slots);
+        const int next = transition.kept | 1 << transition.destination;
+        const bool merges = (transition.kept >> segment.slot & 1) == 0;
+        const int flags[] = {c.has_next != 0,
+                             exists,
+                             segment.input != 0 && c.has_next != 0,
+                             reads,
+                             first && (reads || used == 0),
+                             first,
+                             used >> segment.slot <= 1,
+                             merges};
+        bits_ = 0;
+        for (int i = 0; i < 8; ++i) bits_ |= static_cast<std::uint32_t>(flags[i]) << i;
+        const int numbers[] = {__popc(used), reads ? place_of(used, segment.slot) : __popc(used), __popc(next),
+                               place_of(next, merges ? transition.destination : segment.slot)};
+        for (int i = 0; i < 4; ++i) bits_ |= static_cast<std::uint32_t>(numbers[i]) << (8 + 6 * i);
+    }
+    __device__ __forceinline__ bool moves() const { return flag(0); }   // the state goes on
+    __device__ __forceinline__ bool exists() const { return flag(1); }  // the state is not zero
+    __device__ __forceinline__ bool enters() const { return flag(2); }  // the chunk's values enter it
+    __device__ __forceinline__ bool reads() const { return flag(3); }   // the chunk's queries read it
+    __device__ __forceinline__ bool inside() const { return flag(4); }  // the output takes what is inside the chunk
+    __device__ __forceinline__ bool first() const { return flag(5); }   // of the chunk's outputs
+    __device__ __forceinline__ bool last() const { return flag(6); }
+    __device__ __forceinline__ bool merges() const { return flag(7); }  // what leaves is in another slot
+    // The chunk's states, and which of them this one is.
+    __device__ __forceinline__ int entering() const { return number(0); }
+    __device__ __forceinline__ int entering_place() const { return number(1); }
+    __device__ __forceinline__ int leaving() const { return number(2); }
+    __device__ __forceinline__ int leaving_place() const { return number(3); }
+
+private:
+    __device__ __forceinline__ bool flag(int i) const { return (bits_ >> i & 1) != 0; }
+    __device__ __forceinline__ int number(int i) const { return static_cast<int>(bits_ >> (8 + 6 * i) & 63); }
+
+    std::uint32_t bits_;
 };
-__device__ __forceinline__ Step step_at(const Walk& p, const Segment& segment, int n, const ChunkInfo& c) {
-    const int used = slots_before(c.index, p.slots);
-    Step step;
-    step.moves = c.has_next != 0;
-    step.exists = n > 0 || segment.kept != 0 || segment.source != none;
-    step.enters = segment.input != 0 && step.moves;
-    step.reads = step.exists && (used >> segment.slot & 1) != 0;
-    step.first = (used & ((1 << segment.slot) - 1)) == 0;
-    step.inside = step.first && (step.reads || used == 0);
-    step.last = used >> segment.slot <= 1;
-    const Transition transition = transition_after(c.index, p.slots);
-    const int next = transition.kept | 1 << transition.destination;
-    step.merges = (transition.kept >> segment.slot & 1) == 0;
-    step.entering = __popc(used);
-    step.entering_place = step.reads ? place_of(used, segment.slot) : step.entering;
-    step.leaving = __popc(next);
-    step.leaving_place = place_of(next, step.merges ? transition.destination : segment.slot);
-    return step;
-}
 
 // What a walk is for: outputs, the states that enter the chunks (backward), or the states' gradients.
 enum class Purpose { outputs, states, gradients };
@@ -292,14 +309,16 @@ struct Layout {
 // keeps its end), step(head, first value tile, segment, chunk's place in it, chunk), end(head, first value tile, segment).
 template <bool Reverse, class Begin, class Step, class End>
 __device__ __forceinline__ void for_each_step(const Walk& p, int consumers, Begin&& begin, Step&& step, End&& end) {
-    for (std::int64_t unit = blockIdx.x; unit < p.units; unit += gridDim.x) {
-        const int value_tile = static_cast<int>(unit % p.value_blocks) * consumers;
-        const int h = static_cast<int>(unit / p.value_blocks % p.heads);
+#pragma unroll 1
+    for (int unit = static_cast<int>(blockIdx.x); unit < p.units; unit += static_cast<int>(gridDim.x)) {
+        const int value_tile = unit % p.value_blocks * consumers, h = unit / p.value_blocks % p.heads;
         const Item item = p.items[unit / p.value_blocks / p.heads];
         bool kept_on = false;
+#pragma unroll 1
         for (int i = 0; i < item.count; ++i) {
             const Segment segment = p.segments[item.first + (Reverse ? item.count - 1 - i : i)];
             begin(h, value_tile, segment, kept_on);
+#pragma unroll 1
             for (int n = 0; n < segment.count; ++n) {
                 const int place = Reverse ? segment.count - 1 - n : n;
                 step(h, value_tile, segment, place, segment.first + place);
@@ -327,15 +346,15 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* from, std::int64
     }
 }
 
-// The producer's part at a chunk, by a warp.
+// The producers' part at a chunk, a warp each: this one's bulk copies bring what is laid out as tiles.
 template <int KT, Purpose purpose>
-__device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, Barrier* full, Barrier* free, int turn,
+__device__ __forceinline__ void fill_tiles(const Walk& p, unsigned char* stage, Barrier* full, Barrier* free, int turn,
                                            int consumers, int h, int value_tile, const Segment& segment, int n, int chunk) {
     using namespace asynchronous;
     using L = Layout<KT, purpose>;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const ChunkInfo c = p.chunks[chunk];
-    const Step step = step_at(p, segment, n, c);
+    const Step step(p, segment, n, c);
     const std::int64_t id = static_cast<std::int64_t>(chunk) * p.heads + h;
     const auto copy = [&](int to, const bf16* from, Part part) {
         copy_bulk(stage + to, from + id * KT * area, L::operand_bytes, full + part);
@@ -348,7 +367,7 @@ __device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, 
     };
     acquire(keys);
     if (lane == 0) {
-        const bool used = step.moves && (step.exists || purpose == Purpose::gradients);
+        const bool used = step.moves() && (step.exists() || purpose == Purpose::gradients);
         arrive_expecting(full + keys, used ? L::operand_bytes : 0);
         if (used && purpose == Purpose::gradients) copy(L::left_key, p.left_key, keys);
         if (used && purpose != Purpose::gradients) copy(L::key_start, p.key_start, keys);
@@ -357,42 +376,23 @@ __device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, 
     acquire(readers);
     if (lane == 0) {
         unsigned char* const numbers = stage + L::numbers(consumers);
-        *reinterpret_cast<ChunkInfo*>(numbers + L::chunk) = c;
         *reinterpret_cast<Step*>(numbers + L::step) = step;
         int bytes = 0;
-        const int sums = step.reads && !step.first ? min(consumers, p.value_tiles - value_tile) : 0;
+        const int sums = step.reads() && !step.first() ? min(consumers, p.value_tiles - value_tile) : 0;
         if constexpr (purpose == Purpose::outputs)
-            bytes = (step.reads ? L::operand_bytes : 0) + (step.inside ? L::tile_bytes : 0) + sums * L::sum_bytes;
+            bytes = (step.reads() ? L::operand_bytes : 0) + (step.inside() ? L::tile_bytes : 0) + sums * L::sum_bytes;
         arrive_expecting(full + readers, bytes);
         if constexpr (purpose == Purpose::outputs) {
-            if (step.reads) copy(L::query, p.query, readers);
-            if (step.inside) copy_bulk(stage + L::weights, p.weights + id * area, L::tile_bytes, full + readers);
+            if (step.reads()) copy(L::query, p.query, readers);
+            if (step.inside()) copy_bulk(stage + L::weights, p.weights + id * area, L::tile_bytes, full + readers);
             // A group's own block may have written them, at least three steps ago.
             if (sums > 0) fence_written();
+#pragma unroll 1
             for (int i = 0; i < sums; ++i)
                 copy_bulk(stage + L::sums + i * L::sum_bytes, p.sums + (id * p.value_tiles + value_tile + i) * area,
                           L::sum_bytes, full + readers);
         }
     }
-    const bool loads =
-        purpose == Purpose::gradients ? step.reads : step.enters || (purpose == Purpose::outputs && step.inside);
-    if (loads) {
-        for (int i = 0; i < consumers; ++i)
-            load_rows(reinterpret_cast<bf16*>(stage + L::values + i * L::tile_bytes),
-                      p.v + c.token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width, p.v_stride, c.rows,
-                      (value_tile + i) * edge, p.value_width);
-    }
-    float* const numbers = reinterpret_cast<float*>(stage + L::numbers(consumers));
-    for (int t = lane; t < edge; t += 32) {
-        const bool valid = t < c.rows;
-        const std::int64_t token = (c.token + (valid ? t : 0)) * p.heads + h;
-        if constexpr (purpose != Purpose::gradients) tile::copy_async<4>(numbers + t, p.beta + token, valid);
-        if (purpose != Purpose::states && p.level_scales != nullptr)
-            tile::copy_async<4>(numbers + edge + t,
-                                p.level_scales + token * p.levels + min(inside_levels + segment.slot, p.levels - 1), valid);
-    }
-    if (lane == 0) tile::copy_async<4>(numbers + 2 * edge, p.decay + id, true);
-    pipeline::arrive_after_copies(full + readers);
 
     acquire(updates);
     if (lane == 0) {
@@ -401,10 +401,46 @@ __device__ __forceinline__ void fill_stage(const Walk& p, unsigned char* stage, 
             copy(L::key_start, p.key_start, updates);
             copy(L::query, p.query, updates);
         } else {
-            arrive_expecting(full + updates, step.moves ? L::operand_bytes : 0);
-            if (step.moves) copy(L::left_key, p.left_key, updates);
+            arrive_expecting(full + updates, step.moves() ? L::operand_bytes : 0);
+            if (step.moves()) copy(L::left_key, p.left_key, updates);
         }
     }
+}
+// This one's copies bring rows of values and numbers.
+template <int KT, Purpose purpose>
+__device__ __forceinline__ void fill_rows(const Walk& p, unsigned char* stage, Barrier* full, Barrier* free, int turn,
+                                          int consumers, int h, int value_tile, const Segment& segment, int n, int chunk) {
+    using L = Layout<KT, purpose>;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const ChunkInfo c = p.chunks[chunk];
+    const Step step(p, segment, n, c);
+    const bool loads =
+        purpose == Purpose::gradients ? step.reads() : step.enters() || (purpose == Purpose::outputs && step.inside());
+    float* const numbers = reinterpret_cast<float*>(stage + L::numbers(consumers));
+
+    pipeline::wait(free + readers, turn);
+    __syncwarp();
+    if (loads) {
+#pragma unroll 1
+        for (int i = 0; i < consumers; ++i)
+            load_rows(reinterpret_cast<bf16*>(stage + L::values + i * L::tile_bytes),
+                      p.v + c.token * p.v_stride + static_cast<std::int64_t>(h) * p.value_width, p.v_stride, c.rows,
+                      (value_tile + i) * edge, p.value_width);
+    }
+#pragma unroll 1
+    for (int t = lane; t < edge; t += 32) {
+        const bool valid = t < c.rows;
+        const std::int64_t token = (c.token + (valid ? t : 0)) * p.heads + h;
+        if constexpr (purpose != Purpose::gradients) tile::copy_async<4>(numbers + t, p.beta + token, valid);
+        if (purpose != Purpose::states && p.level_scales != nullptr)
+            tile::copy_async<4>(numbers + edge + t,
+                                p.level_scales + token * p.levels + min(inside_levels + segment.slot, p.levels - 1), valid);
+    }
+    if (lane == 0) tile::copy_async<4>(numbers + 2 * edge, p.decay + static_cast<std::int64_t>(chunk) * p.heads + h, true);
+    if (lane < 2)
+        tile::copy_async_16(numbers + L::chunk / 4 + 4 * lane, reinterpret_cast<const float*>(p.chunks + chunk) + 4 * lane,
+                            true);
+    pipeline::arrive_after_copies(full + readers);
 }
 
 // x[64 values, 64 tokens] += V' weights', both tiles in shared memory.
@@ -439,8 +475,8 @@ __device__ __forceinline__ void copy_tiles(bf16* to, const bf16* from) {
         reinterpret_cast<Pack<bf16, 8>*>(to)[i + thread] = reinterpret_cast<const Pack<bf16, 8>*>(from)[i + thread];
 }
 
-// Consumers (1 or 2 warpgroups, a value tile each), then a warpgroup whose first warp is the producer. Blocks take units in
-// turn.
+// Consumers (1 or 2 warpgroups, a value tile each), then a warpgroup whose first two warps are producers. Blocks take units
+// in turn.
 template <int KT, Purpose purpose>
 __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(const Walk p) {
 #if defined(FENWICK_TILE_WGMMA) || defined(FENWICK_CUDA_EMULATION)
@@ -464,19 +500,25 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
     pipeline::Position<stages> at;
 
     if (warp >= consumers * 4) {
-        release_registers<56>();
-        if (warp > consumers * 4) return;
+        release_registers<purpose == Purpose::outputs ? 56 : 72>();
+        const bool rows = warp == consumers * 4 + 1;
+        if (warp > consumers * 4 + 1) return;
         for_each_step<reverse>(
             p, consumers, [](int, int, const Segment&, bool) {},
             [&](int h, int value_tile, const Segment& segment, int n, int chunk) {
-                fill_stage<KT, purpose>(p, memory + at.stage * stage_bytes, filled + at.stage * parts,
-                                        empty + at.stage * parts, at.turn ^ 1, consumers, h, value_tile, segment, n, chunk);
+                unsigned char* const stage = memory + at.stage * stage_bytes;
+                Barrier *const full = filled + at.stage * parts, *const free = empty + at.stage * parts;
+                if (rows) {
+                    fill_rows<KT, purpose>(p, stage, full, free, at.turn ^ 1, consumers, h, value_tile, segment, n, chunk);
+                } else {
+                    fill_tiles<KT, purpose>(p, stage, full, free, at.turn ^ 1, consumers, h, value_tile, segment, n, chunk);
+                }
                 at.advance();
             },
             [](int, int, const Segment&) {});
-        tile::wait_async<0>();
+        if (rows) tile::wait_async<0>();
     } else {
-        claim_registers<224>();
+        claim_registers<purpose == Purpose::outputs ? 224 : 216>();
         const int consumer = warp / 4, thread = static_cast<int>(threadIdx.x) % 128, column = thread % 4 * 2;
         bf16* const turned = reinterpret_cast<bf16*>(turned_tiles + consumer * L::turned);
         float state[KT][8][4];
@@ -553,7 +595,7 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                 clear(x);
                 pipeline::wait(full + keys, at.turn);
                 pipeline::wait(full + readers, at.turn);
-                const ChunkInfo c =
+                const ChunkInfo& c =
                     *reinterpret_cast<const ChunkInfo*>(reinterpret_cast<const unsigned char*>(numbers) + L::chunk);
                 const Step step = *reinterpret_cast<const Step*>(reinterpret_cast<const unsigned char*>(numbers) + L::step);
                 const float decay = numbers[2 * edge];
@@ -577,17 +619,17 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                     if constexpr (reverse) {
                         to_fragment(taken[k], x, k);
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) taken[k][e] &= step.moves ? ~0u : 0u;
+                        for (int e = 0; e < 4; ++e) taken[k][e] &= step.moves() ? ~0u : 0u;
                     } else {
                         std::uint32_t value[4] = {};
-                        if (step.enters) load_transposed(value, values, k);
+                        if (step.enters()) load_transposed(value, values, k);
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
                             const float* const read = x[2 * k + e / 2] + e % 2 * 2;
                             const float2 beta = tile::load_pair(numbers + 16 * k + e / 2 * 8 + column),
                                          pair = tile::unpack(value[e]);
-                            taken[k][e] = tile::pack(beta.x * pair.x - (step.exists ? read[0] : 0.0f),
-                                                     beta.y * pair.y - (step.exists ? read[1] : 0.0f));
+                            taken[k][e] = tile::pack(beta.x * pair.x - (step.exists() ? read[0] : 0.0f),
+                                                     beta.y * pair.y - (step.exists() ? read[1] : 0.0f));
                         }
                     }
                 }
@@ -611,15 +653,15 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
                             const float2 pair = tile::unpack(value[e]), scale = scales(16 * k + e / 2 * 8 + column);
-                            given[k][e] = tile::pack(scale.x * pair.x, scale.y * pair.y) & (step.reads ? ~0u : 0u);
+                            given[k][e] = tile::pack(scale.x * pair.x, scale.y * pair.y) & (step.reads() ? ~0u : 0u);
                         }
                     }
                     // What leaves a chunk in one slot from several has one gradient: the walk with inputs writes it.
-                    writes_state = writes_step = step.moves && (segment.input != 0 || !step.merges) && valid;
+                    writes_state = writes_step = step.moves() && (segment.input != 0 || !step.merges()) && valid;
                 }
                 if constexpr (purpose == Purpose::states) {
-                    writes_state = step.reads && valid && p.states != nullptr;
-                    writes_step = step.moves && valid && p.states != nullptr;
+                    writes_state = step.reads() && valid && p.states != nullptr;
+                    writes_step = step.moves() && valid && p.states != nullptr;
                 }
                 if constexpr (purpose != Purpose::outputs) {
                     if (writes_state || writes_step) {
@@ -656,19 +698,16 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                 if constexpr (purpose == Purpose::outputs) {
                     wait_products<1>();
                     hold(x);
-                    if (step.reads || step.inside) {
+                    if (step.reads() || step.inside()) {
 #pragma unroll
                         for (int j = 0; j < 8; ++j) {
                             const float2 scale = scales(8 * j + column);
 #pragma unroll
                             for (int e = 0; e < 4; ++e)
-                                x[j][e] = step.reads ? x[j][e] * (e % 2 == 0 ? scale.x : scale.y) : 0.0f;
+                                x[j][e] = step.reads() ? x[j][e] * (e % 2 == 0 ? scale.x : scale.y) : 0.0f;
                         }
-                        if (step.inside) add_inside(x, values, tile_at(L::weights));
-                        float* const sum =
-                            p.sums + ((static_cast<std::int64_t>(chunk) * p.heads + h) * p.value_tiles + value_tile) * area +
-                            thread * 4;
-                        if (!step.first) {
+                        if (step.inside()) add_inside(x, values, tile_at(L::weights));
+                        if (!step.first()) {
                             const float* const so_far =
                                 reinterpret_cast<const float*>(stage + L::sums + consumer * L::sum_bytes) + thread * 4;
 #pragma unroll
@@ -679,7 +718,16 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                                 for (int e = 0; e < 4; ++e) x[j][e] += before[e];
                             }
                         }
-                        if (!step.last) {
+                    }
+                    const std::int64_t first_token = c.token;
+                    const int rows = c.rows;
+                    release(readers);
+                    if (step.reads() || step.inside()) {
+                        if (!step.last()) {
+                            float* const sum =
+                                p.sums +
+                                ((static_cast<std::int64_t>(chunk) * p.heads + h) * p.value_tiles + value_tile) * area +
+                                thread * 4;
                             if (valid) {
 #pragma unroll
                                 for (int j = 0; j < 8; ++j) store(sum + j * 512, x[j]);
@@ -691,11 +739,11 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                             synchronize();  // the output before was copied
                             store_tile_transposed(turned, pairs);
                             synchronize();
-                            bf16* const to = p.o + (c.token * p.heads + h) * p.value_width + value_tile * edge;
+                            bf16* const to = p.o + (first_token * p.heads + h) * p.value_width + value_tile * edge;
 #pragma unroll
                             for (int i = 0; i < 4; ++i) {
                                 const int row = i * 16 + thread / 8, first = thread % 8 * 8;
-                                if (row < c.rows && value_tile * edge + first < p.value_width)
+                                if (row < rows && value_tile * edge + first < p.value_width)
                                     *reinterpret_cast<Pack<bf16, 8>*>(
                                         to + static_cast<std::int64_t>(row) * p.heads * p.value_width + first) =
                                         *reinterpret_cast<const Pack<bf16, 8>*>(turned + tile::offset<bf16>(row, first));
@@ -704,14 +752,14 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                     }
                 } else {
                     const std::int64_t state_at =
-                        ((reverse ? place(p.heads, c.leaving, step.leaving, h, step.leaving_place)
-                                  : place(p.heads, c.entering, step.entering, h, step.entering_place)) *
+                        ((reverse ? place(p.heads, c.leaving, step.leaving(), h, step.leaving_place())
+                                  : place(p.heads, c.entering, step.entering(), h, step.entering_place())) *
                              p.value_tiles +
                          value_tile) *
                         KT * area;
                     const std::int64_t step_at =
-                        ((reverse ? place(p.heads, c.leaving, step.leaving, h, step.leaving_place)
-                                  : place(p.heads, c.entering + chunk, step.entering + 1, h, step.entering_place)) *
+                        ((reverse ? place(p.heads, c.leaving, step.leaving(), h, step.leaving_place())
+                                  : place(p.heads, c.entering + chunk, step.entering() + 1, h, step.entering_place())) *
                              p.value_tiles +
                          value_tile) *
                         area;
@@ -721,7 +769,7 @@ __global__ void __launch_bounds__((consumers_limit + 1) * 128, 1) walk_states(co
                 wait_products<0>();
 #pragma unroll
                 for (int kt = 0; kt < KT; ++kt) hold(state[kt]);
-                release(readers);
+                if constexpr (purpose != Purpose::outputs) release(readers);
                 release(updates);
                 round_state();
                 at.advance();
