@@ -187,6 +187,13 @@ TEST(GatedDeltaRuleEmulation, LongTrees) {
     check_on(9, Problem::random({0, 1290}, 1, 16, 8, 12, 13, 0.01), DType::bfloat16);
 }
 
+// Documents in several rounds in an emulated build: levels above a round's own tree, several of which merge where the fourth
+// ends; and a chain from round to round.
+TEST(GatedDeltaRuleEmulation, RoundsOfOneDocument) {
+    check_on(9, Problem::random({0, 2700}, 1, 16, 8, 14, 17, 0.01), DType::bfloat16);
+    check_on(9, Problem::random({0, 1500}, 1, 16, 8, 0, 18, 0.01), DType::bfloat16);
+}
+
 TEST(GatedDeltaRuleEmulation, SeveralTilesOfKeysAndValues) {
     check(Problem::random({0, 200}, 1, 72, 72, 9, 7, 0.01), DType::bfloat16);
     check(Problem::random({0, 300}, 2, 192, 136, 10, 14, 0.01), DType::bfloat16);

@@ -1,7 +1,9 @@
 // Sequence operators whose tensors (activations, states) have more than 2^31 elements: the same document many times over.
-// Every copy must give the bits of the first, and the first what it gives alone. Skipped where there is no GPU or where its
-// memory does not suffice.
+// Every copy must give the bits of the first, and the first what it gives alone. And documents that are long. Skipped where
+// there is no GPU or where its memory does not suffice.
 #include <gtest/gtest.h>
+
+#include <fmt/format.h>
 
 #include <cstring>
 #include <functional>
@@ -34,7 +36,9 @@ using Operator = std::function<Variable(const std::vector<Variable>&, const Sequ
 struct Ends {
     std::vector<Tensor> first, last;
 };
-Ends run(const Operator& op, const std::vector<Tensor>& document, const Tensor& seed, std::int64_t copies) {
+// Of `copies` documents, or of one that long.
+Ends run(const Operator& op, const std::vector<Tensor>& document, const Tensor& seed, std::int64_t copies,
+         bool in_one_document = false) {
     const std::int64_t length = seed.rows();
     std::vector<Variable> inputs;
     for (const auto& input : document) inputs.emplace_back(repeated(input, copies), true);
@@ -48,7 +52,8 @@ Ends run(const Operator& op, const std::vector<Tensor>& document, const Tensor& 
     Variable output;
     {
         Recording recording(tape);
-        output = op(inputs, SequenceLayout::uniform(copies, length));
+        output = op(inputs,
+                    in_one_document ? SequenceLayout::uniform(1, length * copies) : SequenceLayout::uniform(copies, length));
     }
     keep(output.value());
     tape.backward(output, repeated(seed, copies));
@@ -111,6 +116,52 @@ TEST_F(CudaLargeSequences, GatedDeltaRule) {
                                              {.heads = H}, layout);
             },
             document, random_tensor({length, H * V}, 7, bf16), copies);
+    }
+}
+
+// A document whose states take several rounds: every head must give the bits it gives alone, where all states fit at once.
+TEST_F(CudaLargeSequences, GatedDeltaRuleOfOneDocument) {
+    constexpr std::int64_t H = 6, K = 192, V = 384, length = 500, copies = 563;
+    for (const std::int64_t levels : {0, 12, 20}) {
+        SCOPED_TRACE(levels);
+        const auto op = [levels](std::int64_t heads) {
+            return [levels, heads](const std::vector<Variable>& in, const SequenceLayout& layout) {
+                return ops::gated_delta_rule(in[0], in[1], in[2], in[3], in[4], levels > 0 ? in[5] : Variable(),
+                                             {.heads = heads}, layout);
+            };
+        };
+        // Columns of a head in each input, in the output and its gradient
+        std::vector<std::int64_t> widths{K, K, V, 1, 1};
+        std::vector<Tensor> document{random_tensor({length, H * K}, 1, bf16, 0.07),
+                                     random_tensor({length, H * K}, 2, bf16, 0.07), random_tensor({length, H * V}, 3, bf16),
+                                     gates(length, H, 4, -0.05, 0.02), gates(length, H, 5, 0.5, 0.1)};
+        if (levels > 0) {
+            widths.push_back(levels);
+            document.push_back(gates(length, H * levels, 6, 1.0, 0.2));
+        }
+        const Tensor seed = random_tensor({length, H * V}, 7, bf16);
+        const auto head_of = [](const Tensor& all, std::int64_t head, std::int64_t width) {
+            const auto values = all.to_vector<float>();
+            std::vector<float> part;
+            for (std::int64_t row = 0; row < length; ++row) {
+                const auto begin = values.begin() + row * H * width + head * width;
+                part.insert(part.end(), begin, begin + width);
+            }
+            return Tensor::from(part, {length, width}, cpu_device).to(all.dtype());
+        };
+        const Ends all = run(op(H), document, seed, copies, true);
+        for (const std::int64_t head : {0, 5}) {
+            std::vector<Tensor> inputs;
+            for (std::size_t i = 0; i < document.size(); ++i) inputs.push_back(head_of(document[i], head, widths[i]));
+            const Ends alone = run(op(1), inputs, head_of(seed, head, V), copies, true);
+            for (std::size_t i = 0; i < alone.first.size(); ++i) {
+                SCOPED_TRACE(
+                    fmt::format("head {}, {}", head, i == 0 ? "output" : fmt::format("gradient of input {}", i - 1)));
+                const std::int64_t width = i == 0 ? V : widths[i - 1];
+                EXPECT_EQ(head_of(all.first[i], head, width).to_vector<float>(), alone.first[i].to_vector<float>());
+                EXPECT_EQ(head_of(all.last[i], head, width).to_vector<float>(), alone.last[i].to_vector<float>());
+            }
+        }
     }
 }
 

@@ -28,6 +28,7 @@ using emulation::arrive_expecting;
 using emulation::claim_registers;
 using emulation::commit;
 using emulation::copy_bulk;
+using emulation::copy_bulk_once;
 using emulation::fence_barriers;
 using emulation::fence_written;
 using emulation::multiply;
@@ -68,6 +69,15 @@ __device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes,
         "l"(from), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
+// The same of what is not read again: it leaves the L2 cache before anything else.
+__device__ __forceinline__ void copy_bulk_once(void* to, const void* from, int bytes, Barrier* barrier) {
+    FENWICK_ASYNCHRONOUS(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+        "policy;\n}" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
 // Before a bulk copy of what the block's own threads have written; they must be known to have.
 __device__ __forceinline__ void fence_written() { FENWICK_ASYNCHRONOUS("fence.proxy.async.global;" ::: "memory"); }
 // This warpgroup's registers a thread from here on: fewer, or more once others have released theirs.
@@ -100,8 +110,8 @@ __device__ __forceinline__ void fence_products(float (&d)[8][4]) {
     hold(d);
     fence_operands();
 }
-// Queues d[64, 64] += a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b + offset
-// on, a multiple of 8. (Of one b, an offset costs one addition.)
+// Queues d[64, 64] += a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b +
+// offset on, a multiple of 8. (Of one b, an offset costs one addition.)
 template <bool AlongRows>
 __device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b, int offset = 0) {
 #if defined(FENWICK_TILE_WGMMA)

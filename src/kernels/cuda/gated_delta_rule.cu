@@ -18,11 +18,12 @@
 //   d(beta V) = (M . Lambda)' dO + Z_new, and the rest within the chunk                          chunk_gradients
 // The gradient of g is taken from every factor e, D, E it is part of, not from o.do - v.dv: in bfloat16 those would have to
 // cancel. Work goes through the sequence in rounds of chunks, the last first: only one round's states are in memory, and
-// those that enter each round. walk_states takes the whole sequence as one round.
+// those that enter each round. Many documents are taken slice after slice, so that the workspace does not grow with them.
 //
 // T = float and bfloat16 share the code (tile.cuh). No atomics; sums have a fixed order.
 #include "kernels/gated_delta_rule.h"
 
+#include <bit>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -880,7 +881,6 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
 
 struct GradientShared {
     Gates gates;
-    float matrix[edge * matrix_stride];
     float scales[inside_levels * edge];
     float level_sums[inside_levels * edge];
     float row_sums[3 * edge];
@@ -888,7 +888,7 @@ struct GradientShared {
 
 // Grid: round's chunks, heads.
 template <class T>
-__global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int first_chunk) {
+__global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradients(Problem<T> p, int first_chunk) {
     const int h = blockIdx.y, KT = p.key_tiles, VT = p.value_tiles, tid = threadIdx.x;
     const ChunkInfo c = p.chunks[first_chunk + static_cast<int>(blockIdx.x)];
     const std::int64_t id = p.at(first_chunk + static_cast<int>(blockIdx.x), h),
@@ -952,12 +952,15 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
     }
 
     // Level scales within the chunk.
+    float* const matrix = reinterpret_cast<float*>(d_a);  // and the tiles behind it
+    static_assert(3 * area * sizeof(T) >= edge * matrix_stride * sizeof(float));
+    __syncthreads();
     d_mix.for_pairs([&](int t, int col, float& a, float& b, int) {
         const float2 x = tile::load_pair(mix + tile::offset<T>(t, col));
         a *= gates.beta[col];
         b *= gates.beta[col + 1];
-        s.matrix[t * matrix_stride + col] = a * x.x;
-        s.matrix[t * matrix_stride + col + 1] = b * x.y;
+        matrix[t * matrix_stride + col] = a * x.x;
+        matrix[t * matrix_stride + col + 1] = b * x.y;
         a = col <= t ? a * s.scales[bits_of(t ^ col) * edge + t] : 0.0f;
         b = col + 1 <= t ? b * s.scales[bits_of(t ^ (col + 1)) * edge + t] : 0.0f;
     });
@@ -968,7 +971,7 @@ __global__ void __launch_bounds__(threads) chunk_gradients(Problem<T> p, int fir
             const int begin = level == 0 ? t : t & ~(2 * half - 1);
             float sum = 0;
             if (level == 0 || (t & half) != 0)
-                for (int i = begin; i < begin + half; ++i) sum += s.matrix[t * matrix_stride + i];
+                for (int i = begin; i < begin + half; ++i) sum += matrix[t * matrix_stride + i];
             s.level_sums[n] = sum;
         }
         __syncthreads();
@@ -1175,20 +1178,17 @@ constexpr std::int64_t round_bytes = 64 << 10, slice_bytes = 1 << 20;
 // advance_states and retreat_states: a round's states take about this many bytes; their gradients the same, and steps a part
 // of it.
 constexpr std::int64_t round_bytes = std::int64_t{640} << 20;
-// The workspace of a call, about, unless one document needs more.
+// The workspace of a call, about: more documents, and on Hopper longer ones, are worked on one after another.
 constexpr std::int64_t slice_bytes = std::int64_t{16} << 30;
 #endif
-// Walks on Hopper take all chunks of a slice at once, where its states take no more than this; the gradients take as much,
-// and steps two thirds of it (at K 192).
-constexpr std::int64_t walk_bytes = std::int64_t{6} << 30;
-constexpr std::int64_t unlimited = std::int64_t{1} << 40;  // states of a round
+constexpr std::int64_t whole = std::int64_t{1} << 40;  // chunks of a round: all there are
 
 // The tables of a layout on one device. Every layer of a model asks for the same layout, so the last few are kept.
 struct Layout {
     std::vector<std::int64_t> offsets;
     Device device;
     int slots = 0;
-    std::int64_t round_limit = 0;
+    std::int64_t round_chunks = 0;
     struct Round {
         int first_chunk, chunks, first_stream, streams;
         std::int64_t entering, leaving;  // states of a head
@@ -1245,21 +1245,17 @@ std::vector<DocumentSlice> slices_of(const Sequences& sequences, F&& bytes) {
     return slices;
 }
 
-// Rounds hold at most about `round_limit` entering states of a head.
+// A round has `round_chunks` chunks of each document: a power of two where one document is walked in several rounds.
 std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& sequences, int slots,
-                                          std::int64_t round_limit) {
+                                          std::int64_t round_chunks) {
     auto layout = std::make_shared<Layout>();
     layout->offsets.assign(sequences.offsets, sequences.offsets + sequences.count + 1);
     layout->device = exec.device;
     layout->slots = slots;
-    layout->round_limit = round_limit;
-    std::int64_t total = 0, most_chunks = 1;
-    for (std::int64_t d = 0; d < sequences.count; ++d) {
-        most_chunks = std::max(most_chunks, chunks_of(sequences, d));
-        total += entering_states(chunks_of(sequences, d), slots);
-    }
-    const std::int64_t round_count = std::min(most_chunks, std::max<std::int64_t>(1, ceil_div(total, round_limit)));
-    const std::int64_t per_round = ceil_div(most_chunks, round_count);
+    layout->round_chunks = round_chunks;
+    std::int64_t most_chunks = 1;
+    for (std::int64_t d = 0; d < sequences.count; ++d) most_chunks = std::max(most_chunks, chunks_of(sequences, d));
+    const std::int64_t per_round = std::min(most_chunks, round_chunks);
     std::vector<ChunkInfo> chunks;
     std::vector<StreamInfo> streams;
     for (std::int64_t begin = 0; begin < most_chunks; begin += per_round) {
@@ -1288,9 +1284,16 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
         layout->rounds.push_back(round);
     }
     layout->chunks = static_cast<int>(chunks.size());
-    std::vector<std::int64_t> counts;
-    for (std::int64_t d = 0; d < sequences.count; ++d) counts.push_back(chunks_of(sequences, d));
-    layout->schedule = walk::ScheduleBuilder(counts, slots).take();
+    walk::ScheduleBuilder builder(slots);
+    if (layout->rounds.size() == 1) {
+        std::vector<std::int64_t> counts;
+        for (std::int64_t d = 0; d < sequences.count; ++d) counts.push_back(chunks_of(sequences, d));
+        builder.add_documents(counts);
+    } else if (sequences.count == 1 && std::has_single_bit(static_cast<std::uint64_t>(per_round)) &&
+               per_round >= 1 << walk::group_levels) {
+        builder.add_rounds(most_chunks, std::countr_zero(static_cast<std::uint64_t>(per_round)));
+    }
+    layout->schedule = builder.take();
 
     std::int64_t bytes = 0;
     const auto place = [&bytes](const auto& table) {
@@ -1314,15 +1317,15 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     return layout;
 }
 
-std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, int slots, std::int64_t round_limit) {
-    constexpr std::size_t kept = 8;
+std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, int slots, std::int64_t round_chunks) {
+    constexpr std::size_t kept = 32;
     // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
     static auto& mutex = *new std::mutex;
     static auto& cache = *new std::vector<std::shared_ptr<const Layout>>;  // most recent last
     const std::lock_guard lock(mutex);
     for (std::size_t i = cache.size(); i-- > 0;) {
         const auto entry = cache[i];
-        if (entry->device == exec.device && entry->slots == slots && entry->round_limit == round_limit &&
+        if (entry->device == exec.device && entry->slots == slots && entry->round_chunks == round_chunks &&
             static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
             std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
             cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
@@ -1331,7 +1334,7 @@ std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& seque
         }
     }
     if (cache.size() == kept) cache.erase(cache.begin());
-    cache.push_back(make_layout(exec, sequences, slots, round_limit));
+    cache.push_back(make_layout(exec, sequences, slots, round_chunks));
     return cache.back();
 }
 
@@ -1488,7 +1491,7 @@ walk::Walk make_walk(const Problem<Bfloat16>& p, const Layout& layout) {
     w.levels = p.levels;
     w.slots = p.slots;
     w.v_stride = p.v_stride;
-    w.chunks = layout.chunk_info;
+    w.chunks = p.chunks;
     w.segments = layout.segments;
     w.v = p.v;
     w.beta = p.beta;
@@ -1514,10 +1517,10 @@ void dispatch_walk(int key_tiles, F&& fn) {
     fn(std::integral_constant<int, 3>{});
 }
 template <walk::Purpose purpose>
-void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layout, int key_tiles) {
+void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layout, std::size_t round, int key_tiles) {
     const int processors = multiprocessors(exec);
     const auto run = [&](auto kt) {
-        const auto& passes = layout.schedule.passes;
+        const auto& passes = layout.schedule.rounds[round];
         for (std::size_t i = 0; i < passes.size(); ++i) {
             const auto& pass = passes[purpose == walk::Purpose::gradients ? passes.size() - 1 - i : i];
             // Two value tiles share a chunk's operands, unless the GPU has room for them apart.
@@ -1541,22 +1544,21 @@ void walk_forward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, 
     add_walk_workspace(arena, exec, w, layout, p.key_tiles);
     arena.add(&w.sums, p.slots > 1 ? std::int64_t{layout.chunks} * p.heads * p.value_tiles * area : 0);
     arena.allocate(exec);
-    run_walk<walk::Purpose::outputs>(op, exec, w, layout, p.key_tiles);
+    run_walk<walk::Purpose::outputs>(op, exec, w, layout, 0, p.key_tiles);
 }
-// States, steps and their gradients, of all chunks at once, and what flows through them.
-void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, const Layout& layout) {
-    walk::Walk w = make_walk(p, layout);
-    Arena arena;
-    add_walk_workspace(arena, exec, w, layout, p.key_tiles);
-    arena.allocate(exec);
+// States, steps and their gradients, of a round, and what flows through them. `gradients`: buckets of gradients.
+void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, walk::Walk w, float* gradients,
+                   const Layout& layout, std::size_t round) {
+    w.chunks = p.chunks;
     w.states = p.states;
     w.steps = p.steps;
-    run_walk<walk::Purpose::states>(op, exec, w, layout, p.key_tiles);
+    run_walk<walk::Purpose::states>(op, exec, w, layout, round, p.key_tiles);
+    w.buckets = gradients;
     w.v = p.d_o;
     w.v_stride = static_cast<std::int64_t>(p.heads) * p.value_width;
     w.states = p.d_states;
     w.steps = p.d_steps;
-    run_walk<walk::Purpose::gradients>(op, exec, w, layout, p.key_tiles);
+    run_walk<walk::Purpose::gradients>(op, exec, w, layout, round, p.key_tiles);
 
     flow::Flow f{};
     f.heads = p.heads;
@@ -1564,7 +1566,7 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
     f.value_tiles = p.value_tiles;
     f.levels = p.levels;
     f.slots = p.slots;
-    f.chunks = layout.chunks;
+    f.chunks = layout.rounds[round].chunks;
     f.chunk_info = p.chunks;
     f.d_o = p.d_o;
     f.level_scales = p.level_scales;
@@ -1580,7 +1582,7 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
     f.scale_parts = p.scale_parts;
     f.flow_parts = p.flow_parts;
     dispatch_walk(p.key_tiles, [&](auto kt) {
-        const std::int64_t units = std::int64_t{layout.chunks} * p.heads;
+        const std::int64_t units = std::int64_t{f.chunks} * p.heads;
         launch_tiles(op, exec, flow::state_flow<kt()>,
                      dim3(static_cast<unsigned>(std::min<std::int64_t>(units, multiprocessors(exec)))),
                      static_cast<std::size_t>(flow::Layout<kt()>::bytes), (kt() + 1) * 128, f);
@@ -1592,8 +1594,13 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
 namespace {
 
 template <class T>
+void launch_prepare(const char* op, const Exec& exec, const Problem<T>& p, int chunks) {
+    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(p.heads)),
+                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+}
+template <class T>
 void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
-    const auto layout = layout_of(exec, sequences, p.slots, unlimited);
+    const auto layout = layout_of(exec, sequences, p.slots, whole);
     p.chunks = layout->chunk_info;
     p.streams = layout->stream_info;
     const std::int64_t chunks = layout->chunks, heads = p.heads;
@@ -1603,8 +1610,7 @@ void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequenc
     float* master = nullptr;
     if (!walks) arena.add(&master, sequences.count * heads * p.slots * p.value_tiles * p.key_tiles * area);
     arena.allocate(exec);
-    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(heads)),
-                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+    launch_prepare(op, exec, p, layout->chunks);
     if constexpr (std::is_same_v<T, Bfloat16>)
         if (walks) return walk_forward(op, exec, p, *layout);
     dispatch_key_tiles(p, [&](auto kt) {
@@ -1615,43 +1621,82 @@ void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequenc
 }
 
 template <class T>
-void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
-    const std::int64_t heads = p.heads, state = static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
-    const std::int64_t state_bytes = heads * state * static_cast<std::int64_t>(sizeof(T));
-    auto layout = layout_of(exec, sequences, p.slots, unlimited);
-    walks = walks && layout->most_entering * state_bytes <= walk_bytes;
-    if (!walks) layout = layout_of(exec, sequences, p.slots, std::max<std::int64_t>(1, round_bytes / state_bytes));
-    const auto rounds = static_cast<std::int64_t>(layout->rounds.size());
-    p.chunks = layout->chunk_info;
-    p.streams = layout->stream_info;
+void launch_chunk_gradients(const char* op, const Exec& exec, const Problem<T>& p, const Layout::Round& round,
+                            int first_chunk) {
+    launch_tiles(op, exec, chunk_gradients<T>, dim3(static_cast<unsigned>(round.chunks), static_cast<unsigned>(p.heads)),
+                 6 * area * sizeof(T) + sizeof(GradientShared), threads, p, first_chunk);
+}
+// What chunk_gradients needs of `chunks` chunks, and the states of the layout's largest round; `steps`: of a head.
+template <class T>
+void add_backward_workspace(Arena& arena, Problem<T>& p, const Layout& layout, std::int64_t chunks, std::int64_t steps) {
+    const std::int64_t heads = p.heads, states = heads * p.value_tiles * p.key_tiles * area;
+    const std::int64_t round = layout.longest_round * heads;
+    add_chunk_workspace(arena, p, chunks);
+    arena.add(&p.inverse, chunks * heads * area);
+    arena.add(&p.mix, chunks * heads * area);
+    arena.add(&p.states, layout.most_entering * states);
+    arena.add(&p.d_states, layout.most_leaving * states);
+    arena.add(&p.steps, steps * heads * p.value_tiles * area);
+    arena.add(&p.d_steps, layout.most_leaving * heads * p.value_tiles * area);
+    arena.add(&p.d_query, round * p.key_tiles * area);
+    arena.add(&p.d_start, round * p.key_tiles * area);
+    arena.add(&p.d_left, round * p.key_tiles * area);
+    arena.add(&p.scale_parts, round * p.key_tiles * p.slots * edge);
+    arena.add(&p.flow_parts, round * p.key_tiles);
+}
 
-    const std::int64_t master_size = sequences.count * heads * p.slots * state;
-    const std::int64_t round_keys = layout->longest_round * heads * p.key_tiles * area;
+// Backward by walks. A document in several rounds: first the states that enter each of them, then the rounds, the last one
+// first. Nothing but those states grows with its length.
+void backward_walks(const char* op, const Exec& exec, Problem<Bfloat16> p, const Layout& layout) {
+    const std::size_t rounds = layout.rounds.size();
+    walk::Walk w = make_walk(p, layout);
+    float* gradients = nullptr;
+    Arena arena;
+    add_backward_workspace(arena, p, layout, layout.longest_round, layout.most_entering + layout.longest_round);
+    add_walk_workspace(arena, exec, w, layout, p.key_tiles);
+    if (rounds > 1)
+        arena.add(&gradients, std::int64_t{layout.schedule.buckets} * p.heads * p.value_tiles * p.key_tiles * area);
+    arena.allocate(exec);
+    w.key_start = p.key_start;
+    w.left_key = p.left_key;
+    w.query = p.query;
+    w.decay = p.decay;
+    const auto enter = [&](std::size_t round) {
+        p.chunks = layout.chunk_info + layout.rounds[round].first_chunk;
+        launch_prepare(op, exec, p, layout.rounds[round].chunks);
+    };
+    for (std::size_t round = 0; round + 1 < rounds; ++round) {
+        enter(round);
+        w.chunks = p.chunks;
+        run_walk<walk::Purpose::states>(op, exec, w, layout, round, p.key_tiles);
+    }
+    for (std::size_t round = rounds; round-- > 0;) {
+        enter(round);
+        walk_backward(op, exec, p, w, rounds > 1 ? gradients : w.buckets, layout, round);
+        launch_chunk_gradients(op, exec, p, layout.rounds[round], 0);
+    }
+}
+
+// Backward on other GPUs, in float32, or with more keys. Workspaces of chunks grow with the documents' length.
+template <class T>
+void backward_rounds(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, const Layout& layout) {
+    const std::int64_t heads = p.heads, rounds = static_cast<std::int64_t>(layout.rounds.size());
+    const std::int64_t master_size =
+        sequences.count * heads * p.slots * static_cast<std::int64_t>(p.value_tiles) * p.key_tiles * area;
     float *masters = nullptr, *gradients = nullptr;  // masters[r]: states entering round r; [rounds]: scratch
     T *states = nullptr, *steps = nullptr;
     Arena arena;
-    add_chunk_workspace(arena, p, layout->chunks);
-    arena.add(&p.inverse, static_cast<std::int64_t>(layout->chunks) * heads * area);
-    arena.add(&p.mix, static_cast<std::int64_t>(layout->chunks) * heads * area);
-    if (!walks) arena.add(&masters, (rounds + 1) * master_size);
-    if (!walks) arena.add(&gradients, master_size);
-    arena.add(&states, layout->most_entering * heads * state);
-    arena.add(&p.d_states, layout->most_leaving * heads * state);
-    arena.add(&steps,
-              (walks ? layout->most_entering + layout->chunks : layout->most_leaving) * heads * p.value_tiles * area);
-    arena.add(&p.d_steps, layout->most_leaving * heads * p.value_tiles * area);
-    arena.add(&p.d_query, round_keys);
-    arena.add(&p.d_start, round_keys);
-    arena.add(&p.d_left, round_keys);
-    arena.add(&p.scale_parts, p.key_tiles * layout->longest_round * heads * p.slots * edge);
-    arena.add(&p.flow_parts, p.key_tiles * layout->longest_round * heads);
+    add_backward_workspace(arena, p, layout, layout.chunks, layout.most_leaving);
+    arena.add(&masters, (rounds + 1) * master_size);
+    arena.add(&gradients, master_size);
     arena.allocate(exec);
+    std::swap(p.states, states);  // for the rounds only
+    std::swap(p.steps, steps);
 
+    launch_prepare(op, exec, p, layout.chunks);
     const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
-    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(layout->chunks), head_blocks),
-                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
     const auto advance = [&](std::int64_t r, float* to) {
-        const auto& round = layout->rounds[static_cast<std::size_t>(r)];
+        const auto& round = layout.rounds[static_cast<std::size_t>(r)];
         dispatch_key_tiles(p, [&](auto kt) {
             launch_tiles(op, exec, advance_states<T, kt()>,
                          dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2), threads,
@@ -1659,27 +1704,68 @@ void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequen
         });
     };
     for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
-    p.states = states;
-    p.steps = steps;
-    if constexpr (std::is_same_v<T, Bfloat16>)
-        if (walks) walk_backward(op, exec, p, *layout);
+    std::swap(p.states, states);
+    std::swap(p.steps, steps);
     for (std::int64_t r = rounds; r-- > 0;) {
-        const auto& round = layout->rounds[static_cast<std::size_t>(r)];
-        const auto chunks = static_cast<unsigned>(round.chunks);
-        if (!walks && (round.leaving > 0 || round.entering > 0)) {
+        const auto& round = layout.rounds[static_cast<std::size_t>(r)];
+        if (round.leaving > 0 || round.entering > 0) {
             advance(r, masters + rounds * master_size);
             dispatch_key_tiles(p, [&](auto kt) {
                 launch_tiles(op, exec, retreat_states<T, kt()>,
                              dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 3),
                              threads, p, round.first_stream, gradients);
             });
-            launch_tiles(op, exec, state_gradients<T>, dim3(chunks, head_blocks, static_cast<unsigned>(p.key_tiles)),
+            launch_tiles(op, exec, state_gradients<T>,
+                         dim3(static_cast<unsigned>(round.chunks), head_blocks, static_cast<unsigned>(p.key_tiles)),
                          5 * area * sizeof(T) + static_cast<std::size_t>(p.slots * edge + 32) * sizeof(float), threads, p,
                          round.first_chunk);
         }
-        launch_tiles(op, exec, chunk_gradients<T>, dim3(chunks, head_blocks), 6 * area * sizeof(T) + sizeof(GradientShared),
-                     threads, p, round.first_chunk);
+        launch_chunk_gradients(op, exec, p, round, round.first_chunk);
     }
+}
+
+// Bytes of workspace in backward: of a chunk, and of a state and its gradient.
+template <class T>
+struct BackwardBytes {
+    std::int64_t chunk, state;
+
+    explicit BackwardBytes(const Problem<T>& p) {
+        const std::int64_t size = sizeof(T), tile = p.heads * std::int64_t{area};
+        chunk = tile * (size * (3 * p.key_tiles + 2 + p.value_tiles) + 12 * p.key_tiles);
+        state = tile * p.value_tiles * 2 * size * (p.key_tiles + 1);
+    }
+};
+
+template <class T>
+void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
+    std::int64_t chunks = 1, states = 0;  // of the longest document; of all
+    for (std::int64_t d = 0; d < sequences.count; ++d) {
+        chunks = std::max(chunks, chunks_of(sequences, d));
+        states += entering_states(chunks_of(sequences, d), p.slots);
+    }
+    const BackwardBytes<T> bytes(p);
+    std::int64_t round = whole;
+    if (!walks) {
+        const std::int64_t state_bytes = p.heads * std::int64_t{area} * p.value_tiles * p.key_tiles * sizeof(T);
+        round = ceil_div(chunks, std::min(chunks, std::max<std::int64_t>(1, ceil_div(states * state_bytes, round_bytes))));
+    } else if (sequences.count == 1 && chunks * bytes.chunk + states * bytes.state > slice_bytes) {
+        // The last round has the most states.
+        const auto fits = [&](std::int64_t count) {
+            const std::int64_t first = (chunks - 1) / count * count;
+            return count * bytes.chunk +
+                       (entering_states(chunks, p.slots) - entering_states(first, p.slots)) * bytes.state <=
+                   slice_bytes;
+        };
+        constexpr std::int64_t group = 1 << walk::group_levels;
+        round = std::max(group, static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(chunks))));
+        while (round > group && !fits(round)) round /= 2;
+    }
+    const auto layout = layout_of(exec, sequences, p.slots, round);
+    p.chunks = layout->chunk_info;
+    p.streams = layout->stream_info;
+    if constexpr (std::is_same_v<T, Bfloat16>)
+        if (walks) return backward_walks(op, exec, p, *layout);
+    backward_rounds(op, exec, p, sequences, *layout);
 }
 
 }  // namespace
@@ -1720,14 +1806,12 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
         p.dk_stride = args.dk_stride;
         p.dv_stride = args.dv_stride;
         const bool walks = p.wide_o && has_walks(exec, p, args.d_o);
-        const std::int64_t size = sizeof(T), tile = p.heads * std::int64_t{area};
-        const std::int64_t chunk_bytes = tile * (size * (3 * p.key_tiles + 2 + p.value_tiles) + 12 * p.key_tiles);
-        const std::int64_t state_bytes = tile * p.value_tiles * 2 * size * (p.key_tiles + 1);
+        const BackwardBytes<T> of(p);
         // Without walks: states in float32, where each of some rounds starts.
-        const std::int64_t master_bytes = 16 * 4 * tile * p.value_tiles * p.key_tiles * p.slots;
+        const std::int64_t master_bytes = 16 * 4 * p.heads * std::int64_t{area} * p.value_tiles * p.key_tiles * p.slots;
         const auto bytes = [&](std::int64_t d) {
             const std::int64_t chunks = chunks_of(args.sequences, d);
-            return chunks * chunk_bytes + (walks ? entering_states(chunks, p.slots) * state_bytes : master_bytes);
+            return chunks * of.chunk + (walks ? entering_states(chunks, p.slots) * of.state : master_bytes);
         };
         for (const auto& slice : slices_of(args.sequences, bytes))
             backward_slice(op, exec, from_token(p, slice.first_token), slice.sequences(), walks);

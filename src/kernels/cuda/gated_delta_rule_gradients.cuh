@@ -125,6 +125,8 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                 [&](const Chunk& chunk, int slot) {
                     const ChunkInfo& c = chunk.info;
                     const bool enters = slot >= 0, moves = chunk.moves();
+                    const bool shares =
+                        enters && (chunk.merged >> slot & 1) != 0 && (chunk.merged & (chunk.merged - 1)) != 0;
                     const int place = enters ? place_of(chunk.used, slot) : chunk.used_count;
                     const std::int64_t entering = walk::place(p.heads, c.entering, chunk.used_count, h, place),
                                        own = walk::place(p.heads, c.entering + id, chunk.used_count + 1, h, place),
@@ -138,14 +140,21 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                         if (lane == 0) {
                             arrive_expecting(full, (enters ? operand : 0) + (moves ? operand + L::tile_bytes : 0) +
                                                        (enters && moves ? L::tile_bytes : 0));
+                            // States that merge share what leaves: it is read again soon.
+                            const auto copy = [&](int to, const bf16* from, int bytes) {
+                                if (shares) {
+                                    copy_bulk(stage + to, from, bytes, full);
+                                } else {
+                                    copy_bulk_once(stage + to, from, bytes, full);
+                                }
+                            };
                             if (enters)
-                                copy_bulk(stage + L::state, p.states + (entering * VT + vt) * KT * area, operand, full);
+                                copy_bulk_once(stage + L::state, p.states + (entering * VT + vt) * KT * area, operand, full);
                             if (moves) {
-                                copy_bulk(stage + L::d_state, p.d_states + (leaving * VT + vt) * KT * area, operand, full);
-                                copy_bulk(stage + L::step, p.steps + (own * VT + vt) * area, L::tile_bytes, full);
+                                copy(L::d_state, p.d_states + (leaving * VT + vt) * KT * area, operand);
+                                copy_bulk_once(stage + L::step, p.steps + (own * VT + vt) * area, L::tile_bytes, full);
                             }
-                            if (enters && moves)
-                                copy_bulk(stage + L::z, p.d_steps + (leaving * VT + vt) * area, L::tile_bytes, full);
+                            if (enters && moves) copy(L::z, p.d_steps + (leaving * VT + vt) * area, L::tile_bytes);
                         }
                         at.advance();
                     }

@@ -91,7 +91,7 @@ struct Pass {
 struct Schedule {
     std::vector<Segment> segments;
     std::vector<Item> items;
-    std::vector<Pass> passes;
+    std::vector<std::vector<Pass>> rounds;
     int buckets = 0;
 };
 
@@ -99,71 +99,121 @@ constexpr int group_levels = 3;  // of the tree inside a group of chunks
 
 class ScheduleBuilder {
 public:
-    // Documents of so many chunks each, one after another.
-    ScheduleBuilder(const std::vector<std::int64_t>& counts, int slots) {
-        std::int64_t total = 0;
-        for (auto count : counts) {
-            documents_.push_back({static_cast<int>(total), static_cast<int>(count), 0});
-            total += count;
+    explicit ScheduleBuilder(int slots) : slots_(slots), tree_(slots - 1), group_(std::min(group_levels, slots - 1)) {}
+
+    // One round: whole documents of so many chunks each, one after another.
+    void add_documents(const std::vector<std::int64_t>& counts) {
+        std::vector<Part> parts;
+        for (std::int64_t first = 0; auto count : counts) {
+            parts.push_back({static_cast<int>(first), static_cast<int>(count), schedule_.buckets, false});
+            schedule_.buckets += buckets_of(parts.back().count);
+            first += count;
         }
-        if (slots == 1) {
+        schedule_.rounds.emplace_back();
+        build_trees(parts, tree_);
+        begin_pass();
+        for (const auto& part : parts) add_chain(part, none, none);
+    }
+    // A document in rounds of 2^log_round chunks, at least a group; segments count chunks from the start of their round. A
+    // round needs buckets of those before it; its gradients, of those behind it.
+    void add_rounds(std::int64_t count, int log_round) {
+        const int round = 1 << log_round, total = static_cast<int>(count);
+        std::vector<std::int32_t> live(static_cast<std::size_t>(slots_), none);  // buckets that enter the round, by slot
+        schedule_.buckets += buckets_of(std::min(round, total));
+        for (int begin = 0; begin < total; begin += round) {
+            const Part part{0, std::min(round, total - begin), 0, begin + round < total};
+            const auto new_bucket = [&] { return part.more ? schedule_.buckets++ : none; };
+            schedule_.rounds.emplace_back();
+            build_trees({part}, std::min(tree_, log_round));
             begin_pass();
-            for (const auto& document : documents_) {
-                add(document.first, document.count, 0, true);
+            if (log_round > tree_) {
+                const std::int32_t entering = live.back();
+                live.back() = new_bucket();
+                add_chain(part, entering, live.back());
+                continue;
+            }
+            // What enters at levels above the round's own tree goes through all of it.
+            const int used = slots_before(begin, slots_);
+            for (int slot = log_round; slot < slots_; ++slot) {
+                if ((used >> slot & 1) == 0) continue;
+                auto& bucket = live[static_cast<std::size_t>(slot)];
+                Segment& segment = add(0, part.count, slot, false);
+                segment.source = bucket;
+                segment.target = bucket = new_bucket();
                 end_item();
             }
-            return;
-        }
-        const int tree = slots - 1, group = std::min(group_levels, tree);
-        for (auto& document : documents_) {
-            document.bucket = schedule_.buckets;
-            schedule_.buckets += static_cast<int>(ceil_div(document.count, std::int64_t{1} << group));
-        }
-        begin_pass();
-        for (const auto& document : documents_)
-            for (int begin = 0; begin < document.count; begin += 1 << group) {
-                build(document, begin, group);
-                store(document, begin, group, document.bucket + (begin >> group));
-                end_item();
-            }
-        for (int level = group; level < tree; ++level) {
+            if (!part.more) continue;
+            // What merges there becomes one bucket with what the round itself has become.
             begin_pass();
-            for (const auto& document : documents_)
-                for (int begin = 0; begin + (1 << level) < document.count; begin += 2 << level) {
-                    const int left = document.bucket + (begin >> group);
-                    carry(document, begin, level).source = left;
-                    finish(document, begin, level, document.bucket + ((begin + (1 << level)) >> group));
-                    store(document, begin, level + 1, left);
-                    end_item();
-                }
-        }
-        begin_pass();
-        for (const auto& document : documents_) {
-            for (int begin = 0; begin + (1 << tree) < document.count; begin += 1 << tree) {
-                Segment& segment = carry(document, begin, tree);
-                segment.slot = static_cast<std::int16_t>(tree);
-                segment.kept = begin > 0;
-                segment.source = begin > 0 ? none : document.bucket;
-                finish(document, begin, tree, document.bucket + ((begin + (1 << tree)) >> group));
+            const Transition transition = transition_after(begin + round - 1, slots_);
+            add(0, 0, transition.destination, false).source = part.bucket;
+            for (int slot = log_round; slot < slots_; ++slot) {
+                if ((transition.merged >> slot & 1) == 0) continue;
+                if (schedule_.segments.back().addend != none) add(0, 0, transition.destination, false).kept = 1;
+                schedule_.segments.back().addend = live[static_cast<std::size_t>(slot)];
+                live[static_cast<std::size_t>(slot)] = none;
             }
+            live[static_cast<std::size_t>(transition.destination)] = schedule_.segments.back().target = new_bucket();
             end_item();
         }
     }
     Schedule take() {
-        std::erase_if(schedule_.passes, [](const Pass& pass) { return pass.count == 0; });
+        for (auto& round : schedule_.rounds) std::erase_if(round, [](const Pass& pass) { return pass.count == 0; });
         return std::move(schedule_);
     }
 
 private:
-    struct Document {
+    // What a round has of a document.
+    struct Part {
         int first, count, bucket;
+        bool more;  // of the document comes behind the round
     };
-    void begin_pass() { schedule_.passes.push_back({static_cast<std::int32_t>(schedule_.items.size()), 0}); }
+    int buckets_of(int count) const { return tree_ > 0 ? static_cast<int>(ceil_div(count, std::int64_t{1} << group_)) : 0; }
+    // The buckets of 2^top chunks, or of what there is of them: in groups, then level by level.
+    void build_trees(const std::vector<Part>& parts, int top) {
+        if (tree_ == 0) return;
+        begin_pass();
+        for (const auto& part : parts)
+            for (int begin = 0; begin < part.count; begin += 1 << group_) {
+                build(part, begin, group_);
+                store(part, begin, group_, part.bucket + (begin >> group_));
+                end_item();
+            }
+        for (int level = group_; level < top; ++level) {
+            begin_pass();
+            for (const auto& part : parts)
+                for (int begin = 0; begin + (1 << level) < part.count; begin += 2 << level) {
+                    const int left = part.bucket + (begin >> group_);
+                    carry(part, begin, level).source = left;
+                    finish(part, begin, level, part.bucket + ((begin + (1 << level)) >> group_));
+                    store(part, begin, level + 1, left);
+                    end_item();
+                }
+        }
+    }
+    // The last slot through a part: a chain from tree to tree. Without an entering bucket it begins as the first tree's.
+    void add_chain(const Part& part, std::int32_t entering, std::int32_t leaving) {
+        if (tree_ == 0) {
+            add(part.first, part.count, 0, true).source = entering;
+        } else {
+            std::int32_t source = entering != none ? entering : part.bucket;
+            for (int begin = entering != none ? 0 : 1 << tree_; begin < part.count; begin += 1 << tree_) {
+                Segment& segment = add(part.first + begin, std::min(1 << tree_, part.count - begin), tree_, false);
+                segment.source = source;
+                segment.kept = source == none;
+                if (is_needed(part, begin, tree_)) segment.addend = part.bucket + (begin >> group_);
+                source = none;
+            }
+        }
+        if (static_cast<std::int32_t>(schedule_.segments.size()) > item_start_) schedule_.segments.back().target = leaving;
+        end_item();
+    }
+    void begin_pass() { schedule_.rounds.back().push_back({static_cast<std::int32_t>(schedule_.items.size()), 0}); }
     void end_item() {
         const auto count = static_cast<std::int32_t>(schedule_.segments.size());
         if (count == item_start_) return;
         schedule_.items.push_back({item_start_, count - item_start_});
-        ++schedule_.passes.back().count;
+        ++schedule_.rounds.back().back().count;
         item_start_ = count;
     }
     Segment& add(int first, int count, int slot, bool input) {
@@ -172,34 +222,34 @@ private:
         return schedule_.segments.back();
     }
     // Whether the bucket of 2^level chunks from `begin` on is ever read: something comes behind it.
-    static bool is_needed(const Document& document, int begin, int level) { return begin + (1 << level) < document.count; }
+    static bool is_needed(const Part& part, int begin, int level) { return begin + (1 << level) < part.count || part.more; }
     // The left child of the node of 2^(level + 1) chunks from `begin` on, through its right sibling.
-    Segment& carry(const Document& document, int begin, int level) {
+    Segment& carry(const Part& part, int begin, int level) {
         const int middle = begin + (1 << level);
-        return add(document.first + middle, std::min(1 << level, document.count - middle), level, false);
+        return add(part.first + middle, std::min(1 << level, part.count - middle), level, false);
     }
-    void finish(const Document& document, int begin, int level, int right) {
-        if (is_needed(document, begin + (1 << level), level)) schedule_.segments.back().addend = right;
+    void finish(const Part& part, int begin, int level, int right) {
+        if (is_needed(part, begin + (1 << level), level)) schedule_.segments.back().addend = right;
     }
-    void store(const Document& document, int begin, int level, int bucket) {
-        if (is_needed(document, begin, level)) schedule_.segments.back().target = bucket;
+    void store(const Part& part, int begin, int level, int bucket) {
+        if (is_needed(part, begin, level)) schedule_.segments.back().target = bucket;
     }
     // The tree of the 2^level chunks from `begin` on; its bucket is then at hand.
-    void build(const Document& document, int begin, int level) {
+    void build(const Part& part, int begin, int level) {
         if (level == 1) {
-            add(document.first + begin, std::min(2, document.count - begin), 0, true);
+            add(part.first + begin, std::min(2, part.count - begin), 0, true);
             return;
         }
         const int middle = begin + (1 << (level - 1));
-        if (middle >= document.count) return build(document, begin, level - 1);
-        build(document, middle, level - 1);
-        store(document, middle, level - 1, parked - (level - 2));
-        build(document, begin, level - 1);
-        carry(document, begin, level - 1).kept = 1;
-        finish(document, begin, level - 1, parked - (level - 2));
+        if (middle >= part.count) return build(part, begin, level - 1);
+        build(part, middle, level - 1);
+        store(part, middle, level - 1, parked - (level - 2));
+        build(part, begin, level - 1);
+        carry(part, begin, level - 1).kept = 1;
+        finish(part, begin, level - 1, parked - (level - 2));
     }
 
-    std::vector<Document> documents_;
+    const int slots_, tree_, group_;  // levels of the tree, of a group
     Schedule schedule_;
     std::int32_t item_start_ = 0;
 };
