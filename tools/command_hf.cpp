@@ -81,10 +81,9 @@ void run_import(const ImportCommand& command, bool quiet) {
     config.data.train = {{command.folder}};
     config.data.sequence_length = command.sequence_length;
     config.train.steps = 1;
-    const train::CheckpointHeader header = {
-        .config = train::to_yaml(config),
-        .tokenizer = {tokenizer->kind(), tokenizer->identity(), tokenizer->definition()},
-    };
+    train::CheckpointHeader header;
+    header.config = train::to_yaml(config);
+    header.tokenizer = {tokenizer->kind(), tokenizer->identity(), tokenizer->definition()};
     train::save_checkpoint(command.output, header, train::Optimizer(imported.parameters(), config.optimizer));
     if (!quiet)
         std::printf("%s: %s, %lld parameters\n", command.output.c_str(),

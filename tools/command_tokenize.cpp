@@ -1,7 +1,9 @@
 // fenwick tokenize, fenwick tokenizer train: from text to token files.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <optional>
 
@@ -18,6 +20,31 @@ struct TokenizeCommand {
     data::TokenizeOptions options;
     std::string tokenizer = "bytes", documents = "file", format = "auto";
     std::optional<std::string> end_of_document;
+};
+
+// While it lives, SIGINT and SIGTERM are told that nothing is lost before they end the program: what is done is on disk, and
+// how far that reaches is in the journal.
+class InterruptNotice {
+public:
+    explicit InterruptNotice(const std::string& output) {
+        text_ = fmt::format("\nfenwick: interrupted; the same command goes on from what is done ({}.partial)\n", output);
+        for (const int signal : {SIGINT, SIGTERM})
+            if (std::signal(signal, tell) == SIG_IGN) std::signal(signal, SIG_IGN);  // as under nohup
+    }
+    ~InterruptNotice() {
+        for (const int signal : {SIGINT, SIGTERM})
+            if (std::signal(signal, SIG_DFL) == SIG_IGN) std::signal(signal, SIG_IGN);
+    }
+    InterruptNotice(const InterruptNotice&) = delete;
+    InterruptNotice& operator=(const InterruptNotice&) = delete;
+
+private:
+    static void tell(int signal) {
+        [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text_.data(), text_.size());
+        std::signal(signal, SIG_DFL);
+        std::raise(signal);
+    }
+    static inline std::string text_;
 };
 
 void print_corpus(const data::TokenFileInfo& info) {
@@ -49,7 +76,10 @@ void run_tokenize(TokenizeCommand command, bool quiet) {
                                   bytes_text(static_cast<double>(made.text_bytes) / seconds),
                                   duration_text(seconds * left / done)));
     };
-    const auto result = data::tokenize(*tokenizer, options);
+    const auto result = [&] {
+        const InterruptNotice notice(options.output);
+        return data::tokenize(*tokenizer, options);
+    }();
     progress.clear();
     if (quiet) return;
     print_corpus(result.output);

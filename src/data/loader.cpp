@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/random.h"
+#include "base/sha256.h"
 #include "data/corpus.h"
 #include "data/document_packing.h"
 #include "data/mixture.h"
@@ -256,7 +257,16 @@ std::int64_t Loader::valid_targets(std::int64_t first, std::int64_t count) const
     return valid;
 }
 
-LoaderState Loader::state_after(std::int64_t rows) const { return {rows / rows_per_epoch(), rows % rows_per_epoch()}; }
+std::string Loader::data_identity() const {
+    std::string identities;
+    for (const auto& source : implementation_->sources)
+        for (const auto& corpus : source.corpora()) identities += corpus.identity();
+    return sha256_hex(identities);
+}
+
+LoaderState Loader::state_after(std::int64_t rows) const {
+    return {rows / rows_per_epoch(), rows % rows_per_epoch(), data_identity()};
+}
 
 std::int64_t Loader::rows_before(const LoaderState& state) const {
     const std::int64_t rows = rows_per_epoch();

@@ -35,6 +35,7 @@ struct LoaderOptions {
 struct LoaderState {
     std::int64_t epoch = 0;
     std::int64_t row = 0;  // rows of this epoch already given out
+    std::string data;      // Loader::data_identity(); "" where it is not known
     friend bool operator==(const LoaderState&, const LoaderState&) = default;
 };
 
@@ -76,12 +77,16 @@ public:
     double mean_sequence_length() const;    // that a target is in: of a long sequence, many are
     std::int64_t vocab_size() const;
     std::string tokenizer_identity() const;
+    // SHA-256 over the corpora's identities: another one where a corpus was made anew from other text, or is cut into other
+    // shards.
+    std::string data_identity() const;
 
     // Rows [first, first + count) of the run.
     Batch read(std::int64_t first, std::int64_t count) const;
     std::int64_t valid_targets(std::int64_t first, std::int64_t count) const;  // in these rows, without reading tokens
 
-    // What a checkpoint stores for a run that has had `rows` rows, and back. Throws Error when the epoch has no such row.
+    // What a checkpoint stores for a run that has had `rows` rows, and back. Throws Error when the epoch has no such row;
+    // which data the state is of is the caller's to compare.
     LoaderState state_after(std::int64_t rows) const;
     std::int64_t rows_before(const LoaderState& state) const;
     // Epochs of each weighted corpus (of all as one, without weights) that so many rows are.

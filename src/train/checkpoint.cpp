@@ -1,11 +1,10 @@
 #include "train/checkpoint.h"
 
-#include <zlib.h>
-
 #include <algorithm>
 #include <filesystem>
 #include <system_error>
 
+#include "base/crc32.h"
 #include "base/files.h"
 #include "base/hdf5.h"
 #include "base/log.h"
@@ -24,15 +23,13 @@ std::string weight_name(const std::string& parameter) { return "weights/" + para
 std::string first_moment_name(const std::string& parameter) { return "optimizer/first_moment/" + parameter; }
 std::string second_moment_name(const std::string& parameter) { return "optimizer/second_moment/" + parameter; }
 
-std::int64_t checksum(const void* data, std::size_t bytes) {
-    return static_cast<std::int64_t>(crc32_z(0, static_cast<const Bytef*>(data), bytes));
-}
-
 // Of everything in the header, so that a flipped bit in an attribute is found too.
 std::string header_checksum(const CheckpointHeader& header) {
-    return sha256_hex(fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", header.step, header.tokens, header.loader.epoch,
-                                  header.loader.row, header.config, header.tokenizer.kind, header.tokenizer.identity,
-                                  sha256_hex(header.tokenizer.definition)));
+    std::string text = fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", header.step, header.tokens, header.loader.epoch,
+                                   header.loader.row, header.config, header.tokenizer.kind, header.tokenizer.identity,
+                                   sha256_hex(header.tokenizer.definition));
+    if (!header.loader.data.empty()) text += "\n" + header.loader.data;  // older checkpoints have none
+    return sha256_hex(text);
 }
 
 void write_tensor(hdf5::File& file, const std::string& name, const Tensor& tensor) {
@@ -41,14 +38,14 @@ void write_tensor(hdf5::File& file, const std::string& name, const Tensor& tenso
         using T = typename decltype(tag)::type;
         file.write(name, host.as<T>(), host.shape());
     });
-    file.set_attribute(name, "crc32", checksum(host.data(), host.bytes()));
+    file.set_attribute(name, "crc32", std::int64_t{crc32_of(host.data(), host.bytes())});
 }
 
 // Reads a dataset of floats with its checksum compared.
 template <class T>
 void read_checked(const hdf5::File& file, const std::string& name, T* out, std::int64_t count) {
     file.read_into(name, out, count);
-    FENWICK_CHECK(file.attribute_int(name, "crc32") == checksum(out, static_cast<std::size_t>(count) * sizeof(T)),
+    FENWICK_CHECK(file.attribute_int(name, "crc32") == crc32_of(out, static_cast<std::size_t>(count) * sizeof(T)),
                   "{}: '{}' is damaged (its checksum does not fit)", file.path(), name);
 }
 
@@ -85,6 +82,7 @@ CheckpointHeader read_header(const hdf5::File& file) {
     header.tokens = file.attribute_int("/", "tokens");
     header.loader.epoch = file.attribute_int("/", "loader_epoch");
     header.loader.row = file.attribute_int("/", "loader_row");
+    if (file.has_attribute("/", "loader_data")) header.loader.data = file.attribute_string("/", "loader_data");
     header.config = file.attribute_string("/", "config");
     header.tokenizer.kind = file.attribute_string("/", "tokenizer_kind");
     header.tokenizer.identity = file.attribute_string("/", "tokenizer_identity");
@@ -111,6 +109,7 @@ void save_checkpoint(const std::string& path, const CheckpointHeader& header, co
             file.set_attribute("/", "tokens", header.tokens);
             file.set_attribute("/", "loader_epoch", header.loader.epoch);
             file.set_attribute("/", "loader_row", header.loader.row);
+            if (!header.loader.data.empty()) file.set_attribute("/", "loader_data", std::string_view(header.loader.data));
             file.set_attribute("/", "config", std::string_view(header.config));
             file.set_attribute("/", "tokenizer_kind", std::string_view(header.tokenizer.kind));
             file.set_attribute("/", "tokenizer_identity", std::string_view(header.tokenizer.identity));

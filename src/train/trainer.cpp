@@ -114,6 +114,16 @@ public:
     }
 
     EndReport run(Resume resume) {
+        try {
+            return run_to_its_end(resume);
+        } catch (const std::exception&) {
+            remove_empty_run();
+            throw;
+        }
+    }
+
+private:
+    EndReport run_to_its_end(Resume resume) {
         const std::string resumed_from = open_run_folder(resume);
         if (step_ >= config_.train.steps) {  // the folder stays as it is
             const EndReport end{.step = step_, .total_steps = config_.train.steps, .nothing_left = true, .checkpoint = resumed_from,
@@ -158,7 +168,6 @@ public:
         return end;
     }
 
-private:
     bool is_due(std::int64_t every) const { return every > 0 && step_ % every == 0; }
     std::string checkpoints() const { return config_.run_dir + "/checkpoints"; }
 
@@ -180,6 +189,7 @@ private:
             FENWICK_CHECK(resume == Resume::automatic || !holds_run,
                           "{} already holds a run; continue it with --resume auto, or give another run_dir", config_.run_dir);
         });
+        is_new_run_ = communicator_.is_root() && !holds_run;
         const std::string newest = holds_run ? agree_on_checkpoint() : "";
         if (!newest.empty()) together(communicator_, [&] { restore(newest); });
         communicator_.barrier();  // everyone has read before rank 0 writes
@@ -212,6 +222,18 @@ private:
                 fs::remove(entry.path(), ignored);
     }
 
+    // A first run that failed before it had anything to show leaves nothing that would be in the way of the next one.
+    void remove_empty_run() {
+        const fs::path folder = config_.run_dir, written = folder / "metrics.jsonl";
+        std::error_code ignored;
+        if (!is_new_run_ || !checkpoint_steps(checkpoints()).empty()) return;
+        if (fs::exists(written, ignored) && !fs::is_empty(written, ignored)) return;
+        metrics_.reset();
+        remove_temporaries();
+        for (const fs::path& path : {written, folder / "config.yaml", folder / ".lock", fs::path(checkpoints()), folder})
+            fs::remove(path, ignored);  // a folder only where nothing else is in it
+    }
+
     // Rank 0 looks for the newest complete checkpoint and tells the others. "" if there is none.
     std::string agree_on_checkpoint() {
         const Tensor step = Tensor::full({1}, -1.0, DType::float64);
@@ -235,10 +257,31 @@ private:
                 if (difference.key != "run_dir" && difference.key != "train.num_threads" && difference.key != "data.prefetch")
                     spdlog::warn("{} was {} when {} was written, now it is {}", difference.key, difference.theirs, path,
                                  difference.ours);
+        check_same_data(path, header);
         load_checkpoint(path, *optimizer_);
         step_ = header.step;
         tokens_ = header.tokens;
         rows_ = loader_.rows_before(header.loader);
+    }
+
+    // The place in the data means something in that data alone. Other corpora named by the config are the user's will;
+    // others under the names of before are likely an oversight.
+    void check_same_data(const std::string& path, const CheckpointHeader& header) const {
+        const auto& corpora = config_.data.train;
+        if (parse_config(header.config, path).data.train != corpora) return;  // restore() has told
+        std::vector<std::string> paths;
+        for (const auto& corpus : corpora) paths.push_back(corpus.path);
+        if (header.loader.data.empty()) {
+            if (communicator_.is_root() && header.step > 0)
+                spdlog::warn("{} does not say which data it was trained on; that {} still holds it is not checked", path,
+                             fmt::join(paths, ", "));
+            return;
+        }
+        FENWICK_CHECK(header.loader.data == loader_.data_identity(),
+                      "{}: the data it was trained on has been replaced: {} holds another text, or another cut into shards. "
+                      "Put the old "
+                      "one back; or give the new one under another path to go on with it, or another run_dir to begin anew",
+                      path, fmt::join(paths, ", "));
     }
 
     bool keeps_checkpoints() const { return config_.train.keep_checkpoints > 0; }
@@ -332,6 +375,7 @@ private:
     Observer& observer_;
     Device device_;
     FileLock lock_;
+    bool is_new_run_ = false;  // whose folder held none before; on rank 0
     data::Loader loader_;
     std::optional<data::Loader> validation_;
     std::optional<BatchFeed> feed_;

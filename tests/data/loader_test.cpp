@@ -270,7 +270,8 @@ TEST_P(LoaderCases, StatesAreRowCounts) {
     const Loader loader(options_);
     for (std::int64_t rows = 0; rows < 3 * loader.rows_per_epoch(); ++rows) {
         const LoaderState state = loader.state_after(rows);
-        EXPECT_EQ(state, (LoaderState{rows / loader.rows_per_epoch(), rows % loader.rows_per_epoch()}));
+        EXPECT_EQ(state,
+                  (LoaderState{rows / loader.rows_per_epoch(), rows % loader.rows_per_epoch(), loader.data_identity()}));
         EXPECT_EQ(loader.rows_before(state), rows);
         EXPECT_DOUBLE_EQ(loader.epochs_after(rows).at(0), static_cast<double>(rows) / static_cast<double>(loader.rows_per_epoch()));
     }

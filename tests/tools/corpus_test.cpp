@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -34,7 +35,8 @@ std::string read(const std::string& path) {
 
 class CorpusCommands : public testing::Test {
 protected:
-    Outcome fenwick(const std::vector<std::string>& arguments) {
+    // interrupt_at: once there is such a file, the program is sent SIGINT.
+    Outcome fenwick(const std::vector<std::string>& arguments, const std::string& interrupt_at = "") {
         std::vector<char*> argv = {const_cast<char*>(FENWICK_PROGRAM)};
         for (const auto& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
         argv.push_back(nullptr);
@@ -46,6 +48,11 @@ protected:
             dup2(file, STDERR_FILENO);
             execv(FENWICK_PROGRAM, argv.data());
             _exit(127);
+        }
+        if (!interrupt_at.empty()) {
+            bool is_running = true;
+            for (; is_running && !fs::exists(interrupt_at); usleep(1000)) is_running = waitpid(child, nullptr, WNOHANG) == 0;
+            if (is_running) kill(child, SIGINT);
         }
         int status = 0;
         rusage usage{};
@@ -206,6 +213,16 @@ TEST_F(CorpusCommands, OptionsOfTokenizing) {
     expect_refused({"tokenize", folder_ / "empty.txt", "-o", folder_ / "b.h5"}, "no text to tokenize in ");
     expect_refused({"tokenize", folder_ / "a.jsonl", "-o", folder_ / "b.h5"}, "a.jsonl:1: it has no field 'text'");
     EXPECT_FALSE(fs::exists(folder_ / "b.h5.partial"));
+}
+
+TEST_F(CorpusCommands, AnInterruptedRunSaysThatItCanGoOn) {
+    write_text(folder_ / "zeros.txt", "");
+    fs::resize_file(folder_ / "zeros.txt", std::uintmax_t{4} << 30);  // minutes, and no room on the disk
+    const auto outcome = fenwick({"tokenize", folder_ / "zeros.txt", "-o", folder_ / "z.h5"}, folder_ / "z.h5.partial");
+    EXPECT_EQ(outcome.exit_code, -1) << "ended by the signal";
+    EXPECT_THAT(outcome.output, HasSubstr("\nfenwick: interrupted; the same command goes on from what is done (" +
+                                          (folder_ / "z.h5") + ".partial)\n"));
+    EXPECT_FALSE(fs::exists(folder_ / "z.h5"));
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

@@ -39,7 +39,10 @@ std::string error_of(Body&& body) {
 struct Checkpoint : testing::Test {
     fs::path folder = fs::path(testing::TempDir()) / "fenwick_checkpoint_test";
     std::string path = checkpoint_path(folder.string(), 7);
-    CheckpointHeader header{.step = 7, .tokens = 1234, .loader = {.epoch = 2, .row = 5}, .config = config_text,
+    CheckpointHeader header{.step = 7,
+                            .tokens = 1234,
+                            .loader = {.epoch = 2, .row = 5, .data = "d1"},
+                            .config = config_text,
                             .tokenizer = {"sentencepiece", "abc", std::string("\0\1binary\xff", 9)}};
 
     void SetUp() override {
@@ -92,6 +95,12 @@ TEST_F(Checkpoint, RoundTrip) {
         EXPECT_EQ(again.tokenizer.definition, header.tokenizer.definition);
         verify_checkpoint(path);
     }
+    // Checkpoints of before the data was noted
+    CheckpointHeader older = header;
+    older.loader.data.clear();
+    save_checkpoint(path, older, optimizer(1));
+    EXPECT_EQ(read_checkpoint_header(path).loader, older.loader);
+    save_checkpoint(path, header, optimizer(1, DType::float64));
     // The same state gives the same bytes.
     const std::string bytes = read_file(path);
     save_checkpoint(path, header, optimizer(1, DType::float64));

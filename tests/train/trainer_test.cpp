@@ -429,6 +429,45 @@ TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefused) {
                           "from there", folder.string()));
 }
 
+// The place in the data is kept as a number of rows, which of other data are other rows.
+TEST_F(TrainerTest, DataThatWasReplacedIsRefused) {
+    const std::string train = (folder / "train.h5").string(), kept = (folder / "kept.h5").string();
+    run(config("a", {"train.steps=4"}));
+    fs::copy_file(train, kept);
+    write_tokens("train.h5", 1501, 9);
+    const std::string checkpoint = checkpoint_path((folder / "a/checkpoints").string(), 4);
+    EXPECT_THAT(error_of([&] { run(config("a", {"train.steps=8"}), Resume::automatic); }),
+                StartsWith(checkpoint + ": the data it was trained on has been replaced: " + train + " holds another text"));
+    // Other data that the config names, and the old data at another place
+    EXPECT_EQ(run(config("a", {"train.steps=5", "data.train=" + kept}), Resume::automatic).step, 5);
+    EXPECT_EQ(run(config("a", {"train.steps=6"}), Resume::automatic).step, 6);
+    EXPECT_EQ(run(config("a", {"train.steps=7"}), Resume::automatic).step, 7);
+    // The same text made again
+    write_tokens("train.h5", 1501, 9);
+    EXPECT_EQ(run(config("a", {"train.steps=8"}), Resume::automatic).step, 8);
+}
+
+TEST_F(TrainerTest, ARunThatFailsAtOnceLeavesNoFolder) {
+    struct Failing : Observer {
+        void on_step(const StepReport&) override { fail("no"); }
+    } failing;
+    const RunConfig wanted = config("a", {"train.log_every=7", "train.validate_every=0"});
+    EXPECT_EQ(error_of([&] { run(wanted, failing); }), "no");
+    EXPECT_FALSE(fs::exists(folder / "a"));
+    fs::create_directories(folder / "a");
+    std::ofstream(folder / "a/notes.txt") << "mine";
+    EXPECT_EQ(error_of([&] { run(wanted, failing); }), "no");
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder / "a"), {}), 1);
+    // What it has logged stays.
+    EXPECT_EQ(error_of([&] { run(config("a", {"train.log_every=1"}), failing); }), "no");
+    EXPECT_TRUE(fs::exists(folder / "a/config.yaml"));
+    EXPECT_EQ(metrics(wanted).find("{\"step\":1,"), 0u);
+    EXPECT_EQ(run(wanted, Resume::automatic).step, 20);
+    // Nor does one go that fails later.
+    EXPECT_EQ(error_of([&] { run(config("a", {"train.steps=30"}), failing, Resume::automatic); }), "no");
+    EXPECT_TRUE(fs::exists(folder / "a/checkpoints/step_20.h5"));
+}
+
 TEST_F(TrainerTest, LossesThatAreNotFinite) {
     // Weights explode after the first update.
     const std::vector<std::string> explosive{"optimizer.learning_rate=1e30", "schedule.warmup_steps=0", "train.steps=3"};
