@@ -15,8 +15,10 @@
 #include "data/corpus.h"
 #include "kernels/gemm.h"
 #include "model/costs.h"
+#include "model/decoder.h"
 #include "tools/command.h"
 #include "tools/device_option.h"
+#include "tools/measure.h"
 #include "tools/operator_case.h"
 #include "tools/progress.h"
 #include "train/batch_feed.h"
@@ -42,37 +44,7 @@ void write_json(const std::string& path, const ordered_json& json) {
     if (!path.empty()) write_file_atomically(path, json.dump(2) + "\n");
 }
 
-// ---- measuring -----------------------------------------------------------------------------------------------------------
-
-struct Seconds {
-    double median = 0, lowest = 0;
-    std::int64_t repetitions = 0;
-};
-
-// Calls the bodies in turn, so that none finds its data in a cache, after a warm-up: for about `budget` seconds, or exactly
-// `repetitions` times if that is above 0. On a GPU all calls are queued at once, and the marks between them are in the
-// queue: what the host does between calls does not count while the GPU has work.
-Seconds measure(Device device, const std::vector<std::function<void()>>& bodies, double budget, std::int64_t repetitions) {
-    for (const auto& body : bodies) body();
-    synchronize(device);
-    const TimeMark begin(device);
-    bodies.front()();
-    const TimeMark end(device);
-    const double once = std::max(seconds_between(begin, end), 1e-7);
-    if (repetitions == 0) repetitions = std::clamp<std::int64_t>(static_cast<std::int64_t>(budget / once), 5, 500);
-    std::vector<TimeMark> marks;
-    marks.reserve(static_cast<std::size_t>(repetitions) + 1);
-    marks.emplace_back(device);
-    for (std::size_t i = 0; i < static_cast<std::size_t>(repetitions); ++i) {
-        bodies[i % bodies.size()]();
-        marks.emplace_back(device);
-    }
-    synchronize(device);
-    std::vector<double> times;
-    for (std::size_t i = 0; i + 1 < marks.size(); ++i) times.push_back(seconds_between(marks[i], marks[i + 1]));
-    std::sort(times.begin(), times.end());
-    return {times[times.size() / 2], times.front(), repetitions};
-}
+// ---- options of measuring --------------------------------------------------------------------------------------------------
 
 struct MeasureOptions {
     std::string device = "auto", dtype, json;
@@ -433,6 +405,103 @@ void add_step(CLI::App& bench) {
     command->add_option("--json", options->json, "Also write the result to this file");
 }
 
+// ---- decoding ----------------------------------------------------------------------------------------------------------------
+
+// Weights of usual size, drawn once and repeated: a model of a billion would take long to draw.
+void fill_randomly(const Tensor& tensor) {
+    Random random(1);
+    std::vector<float> values(std::size_t{1} << 16);
+    for (auto& value : values) value = static_cast<float>(0.02 * random.normal());
+    const Tensor pattern = Tensor::from(values, {static_cast<std::int64_t>(values.size())}, tensor.device());
+    const Tensor flat = tensor.view({-1});
+    for (std::int64_t begin = 0; begin < flat.count(); begin += pattern.count()) {
+        const std::int64_t end = std::min(flat.count(), begin + pattern.count());
+        flat.narrow_rows(begin, end).copy_from(pattern.narrow_rows(0, end - begin));
+    }
+}
+
+struct DecodeCommand {
+    std::vector<std::string> configs, overrides;
+    std::vector<std::int64_t> histories{1024, 131072};
+    std::int64_t tokens = 64, batch = 1;
+    bool no_graph = false, plain = false;
+    MeasureOptions measure;
+};
+
+// Tokens around each length of history, half of them before it and half behind, since a log-linear state is fullest right
+// before a power of two and emptiest behind it. States are random numbers; the speed does not depend on them.
+void run_decode(const DecodeCommand& command) {
+    const Device device = device_chosen(command.measure.device);
+    const DType dtype = command.measure.type(device);
+    constexpr std::int64_t warm_up = 4;
+    for (const auto history : command.histories)
+        FENWICK_CHECK(history > command.tokens / 2 + warm_up, "--history {} with --tokens {}: at least {} is needed", history,
+                      command.tokens, command.tokens / 2 + warm_up + 1);
+    const double copy = measure_copy(device, command.measure.budget, 0);
+    print(fmt::format("{}, {}, batch {}; a copy reads and writes {:.1f} GB/s", device_text(device), name_of(dtype), command.batch, 1e-9 * copy));
+    print(fmt::format("{:<28}{:>8}{:>9}{:>11}{:>11}{:>11}{:>11}{:>11}{:>9}", "model", "weights", "history", "us a token", "tokens/s",
+                      "weights GB", "state GB", "GB/s", "of copy"));
+    ordered_json rows = ordered_json::array();
+    for (const std::string& path : command.configs) {
+        train::RunConfig config = train::load_config(path, command.overrides);
+        if (config.model.vocab_size == 0) config.model.vocab_size = 32000;
+        if (model::has_levels(config.model.type) && config.model.num_levels == 0) config.model.num_levels = 15;
+        model::LanguageModel model(config.model, device, DType::float32, dtype);
+        for (const auto& parameter : model.parameters()) fill_randomly(parameter.variable.value());
+        const auto weights = static_cast<double>(model::decode_weight_bytes(config.model, dtype));
+        for (const std::int64_t history : command.histories) {
+            const std::int64_t first = history - command.tokens / 2;
+            auto state = model.random_state(command.batch, first - warm_up, 2);
+            const std::vector<std::int32_t> ids(static_cast<std::size_t>(command.batch), 1);
+            std::optional<model::Decoder> decoder;
+            const Tensor input = Tensor::from(ids, {command.batch, 1}, device);
+            std::function<void()> token = [&] { (void)model.step(input, *state); };
+            if (!command.plain) {
+                decoder.emplace(model, *state, model::DecoderOptions{.weights = dtype, .graph = !command.no_graph,
+                                                                     .reserve = command.tokens + warm_up, .temperature = 0});
+                state.reset();
+                token = [&] { decoder->advance(); };
+            }
+            for (std::int64_t i = 0; i < warm_up; ++i) token();
+            synchronize(device);
+            const TimeMark begin(device);
+            for (std::int64_t i = 0; i < command.tokens; ++i) token();
+            const TimeMark end(device);
+            const double seconds = seconds_between(begin, end) / static_cast<double>(command.tokens);
+            double states = 0;
+            for (std::int64_t i = 0; i < command.tokens; ++i)
+                states += static_cast<double>(model::decode_state_traffic(config.model, first + i, command.batch, dtype)) /
+                          static_cast<double>(command.tokens);
+            const double rate = (weights + states) / seconds;
+            print(fmt::format("{:<28}{:>8}{:>9}{:>11.1f}{:>11.1f}{:>11.3f}{:>11.3f}{:>11.1f}{:>8.1f}%", model::name_of(config.model.type),
+                              count_text(static_cast<double>(model.parameter_count())), history, 1e6 * seconds,
+                              static_cast<double>(command.batch) / seconds, 1e-9 * weights, 1e-9 * states, 1e-9 * rate, 100 * rate / copy));
+            rows.push_back({{"config", path}, {"model", std::string(model::name_of(config.model.type))}, {"device", device_text(device)},
+                            {"dtype", std::string(name_of(dtype))}, {"batch", command.batch}, {"history", history},
+                            {"seconds_per_token", seconds}, {"weight_bytes", weights}, {"state_bytes", states}, {"copy_bytes_per_s", copy}});
+        }
+    }
+    write_json(command.measure.json, rows);
+}
+
+void add_decode(CLI::App& bench) {
+    auto options = std::make_shared<DecodeCommand>();
+    CLI::App* command = add_command(bench, "decode", "Time the generation of tokens behind a long history, with random weights",
+                                    "fenwick bench decode configs/paper/log_linear_mamba2.yaml --history 1024 131072", options, run_decode);
+    command->add_option("configs", options->configs, "YAML files; the data files they name are not needed")->required();
+    command->add_option("--history", options->histories, "Tokens before")->check(CLI::Range(std::int64_t{2}, std::int64_t{1} << 40))->capture_default_str();
+    command->add_option("--tokens", options->tokens, "Tokens to time, around each length of history")
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 20))
+        ->capture_default_str();
+    command->add_option("--batch", options->batch, "Rows that are generated together")
+        ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 16))
+        ->capture_default_str();
+    command->add_flag("--no-graph", options->no_graph, "Queue every kernel by itself");
+    command->add_flag("--plain", options->plain, "Decode through the operators of training");
+    command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
+    options->measure.add_to(command);
+}
+
 // ---- what the device can do --------------------------------------------------------------------------------------------------
 
 std::int64_t matrix_size(Device device) { return device.is_cpu() ? 2048 : 8192; }
@@ -444,13 +513,7 @@ struct Ceilings {
 
 Ceilings measure_ceilings(Device device, const MeasureOptions& options) {
     Ceilings ceilings;
-    {
-        const std::int64_t count = std::int64_t{1} << (device.is_cpu() ? 25 : 29);
-        const Tensor from = Tensor::zeros({count}, DType::float32, device);
-        Tensor to = Tensor::zeros({count}, DType::float32, device);
-        const Seconds time = measure(device, {[&] { to.copy_from(from); }}, options.budget, options.repetitions);
-        ceilings.copy = 8 * static_cast<double>(count) / time.median;
-    }
+    ceilings.copy = measure_copy(device, options.budget, options.repetitions);
     for (const DType dtype : {DType::bfloat16, DType::float32}) {
         if (device.is_cpu() && dtype == DType::bfloat16) continue;
         const std::int64_t size = matrix_size(device);
@@ -561,6 +624,7 @@ void add_bench(CLI::App& app, const GlobalOptions&) {
                                  options, run_peak);
     options->add_to(peak);
     add_scans(*bench);
+    add_decode(*bench);
     add_operators(*bench);
 }
 

@@ -4,11 +4,14 @@
 #include <cstdio>
 #include <iostream>
 #include <iterator>
+#include <optional>
 
 #include "eval/generate.h"
+#include "model/costs.h"
 #include "tools/command.h"
 #include "tools/device_option.h"
 #include "tools/file_kind.h"
+#include "tools/measure.h"
 #include "tools/progress.h"
 #include "train/checkpoint.h"
 
@@ -16,7 +19,7 @@ namespace fenwick::tools {
 namespace {
 
 struct GenerateCommand {
-    std::string model, prompt, device = "auto";
+    std::string model, prompt, device = "auto", dtype;
     eval::GenerateOptions options;
     bool ignore_end = false, stats = false;
 };
@@ -35,9 +38,13 @@ std::size_t complete_prefix(std::string_view text) {
 }
 
 void run_generate(GenerateCommand command) {
-    // One token reads every weight once: float32 as stored is faster than rounding all of them each time.
-    const train::LoadedModel loaded =
-        train::load_model(command.model, device_chosen(command.device), DType::float32);
+    const Device device = device_chosen(command.device);
+    std::optional<DType> dtype;  // as the model was trained, where that can be
+    if (!command.dtype.empty()) dtype = command.dtype == "bfloat16" ? DType::bfloat16 : DType::float32;
+    FENWICK_CHECK(dtype != DType::bfloat16 || device.is_cuda(), "--dtype bfloat16 needs a GPU; use float32");
+    const train::LoadedModel loaded = train::load_model(command.model, device, dtype);
+    const bool rounded = device.is_cuda() && dtype.value_or(loaded.config.train.dtype) == DType::bfloat16;
+    command.options.weights = rounded ? DType::bfloat16 : DType::float32;
     const auto tokenizer = data::restore_tokenizer(loaded.tokenizer.kind, loaded.tokenizer.definition);
     std::string prompt = command.prompt;
     if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
@@ -58,31 +65,37 @@ void run_generate(GenerateCommand command) {
         }
     };
     struct Line {
-        std::int64_t tokens;
-        std::int64_t bytes;
-        double seconds;
+        std::int64_t tokens;  // fed
+        double seconds, moved;  // since the start, and bytes of weights and states
     };
     std::vector<Line> lines;
     const Progress clock(true);
     std::int64_t next_line = 1;
-    eval::generate(loaded.model, ids, command.options, [&](std::int32_t id, const model::DecodeState& state) {
+    double moved = 0;
+    const auto& model = loaded.model.config();
+    const auto weights = static_cast<double>(model::decode_weight_bytes(model, command.options.weights));
+    eval::generate(loaded.model, ids, command.options, [&](std::int32_t id, std::int64_t position) {
         pending.push_back(id);
         show(false);
-        if (state.position() >= next_line) {
-            lines.push_back({state.position(), state.bytes(), clock.seconds()});
-            while (next_line <= state.position()) next_line *= 2;
+        moved += weights + static_cast<double>(model::decode_state_traffic(model, position - 1, 1, command.options.weights));
+        if (command.stats && position >= next_line) {
+            lines.push_back({position, clock.seconds(), moved});
+            while (next_line <= position) next_line *= 2;
         }
         return std::ferror(stdout) == 0;  // a full disk: main says so
     });
     show(true);
     std::fputc('\n', stdout);
     if (!command.stats) return;
-    std::fprintf(stderr, "%12s %16s %14s\n", "tokens", "state bytes", "tokens/s");
-    for (std::size_t i = 0; i < lines.size(); ++i) {
-        const double seconds = lines[i].seconds - (i > 0 ? lines[i - 1].seconds : 0);
-        const std::int64_t tokens = lines[i].tokens - (i > 0 ? lines[i - 1].tokens : 0);
-        std::fprintf(stderr, "%12lld %16lld %14.1f\n", static_cast<long long>(lines[i].tokens),
-                     static_cast<long long>(lines[i].bytes), static_cast<double>(tokens) / std::max(seconds, 1e-9));
+    std::fflush(stdout);
+    const double copy = measure_copy(device, 0.2, 0);
+    std::fprintf(stderr, "%12s %16s %14s %18s %9s\n", "tokens", "state bytes", "tokens/s", "GB read a token", "of copy");
+    for (std::size_t i = 1; i < lines.size(); ++i) {  // the first line has the prompt in it
+        const double seconds = std::max(lines[i].seconds - lines[i - 1].seconds, 1e-9), bytes = lines[i].moved - lines[i - 1].moved;
+        const auto tokens = static_cast<double>(lines[i].tokens - lines[i - 1].tokens);
+        std::fprintf(stderr, "%12lld %16lld %14.1f %18.6f %8.1f%%\n", static_cast<long long>(lines[i].tokens),
+                     static_cast<long long>(model::decode_state_bytes(model, lines[i].tokens, command.options.weights)),
+                     tokens / seconds, 1e-9 * bytes / tokens, 100 * bytes / seconds / copy);
     }
 }
 
@@ -109,8 +122,10 @@ void add_generate(CLI::App& app, const GlobalOptions&) {
         ->capture_default_str();
     command->add_option("--seed", options->options.sampling.seed, "Of the draws")->capture_default_str();
     add_device_option(command, options->device);
+    command->add_option("--dtype", options->dtype, "Of the weights: float32 or bfloat16 (default: as the model was trained; bfloat16 needs a GPU)")
+        ->check(CLI::IsMember({"float32", "bfloat16"}));
     command->add_flag("--ignore-end", options->ignore_end, "Go on past the end of the text");
-    command->add_flag("--stats", options->stats, "Print state bytes and tokens/s at growing lengths");
+    command->add_flag("--stats", options->stats, "Print tokens/s, bytes read a token and their share of the speed of a copy, at growing lengths");
 }
 
 }  // namespace fenwick::tools

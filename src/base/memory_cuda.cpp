@@ -210,5 +210,43 @@ void cuda_synchronize(int device) {
     FENWICK_CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
+void cuda_capture_begin(int device) {
+    const cudaStream_t stream = enter(device);
+    FENWICK_CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+}
+
+void* cuda_capture_end(int device) {
+    const cudaStream_t stream = enter(device);
+    cudaGraph_t graph = nullptr;
+    FENWICK_CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+    (void)cudaGraphDestroy(graph);
+    FENWICK_CUDA_CHECK(status);
+    return executable;
+}
+
+void cuda_capture_abandon(int device) noexcept {
+    try {
+        cudaGraph_t graph = nullptr;
+        if (cudaStreamEndCapture(enter(device), &graph) == cudaSuccess) (void)cudaGraphDestroy(graph);
+        (void)cudaGetLastError();
+    } catch (...) {
+    }
+}
+
+void cuda_graph_launch(int device, void* executable) {
+    const cudaStream_t stream = enter(device);
+    FENWICK_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), stream));
+}
+
+void cuda_graph_destroy(int device, void* executable) noexcept {
+    try {
+        (void)cudaStreamSynchronize(enter(device));
+        (void)cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable));
+    } catch (...) {
+    }
+}
+
 }  // namespace detail
 }  // namespace fenwick

@@ -1,4 +1,4 @@
-// The CUDA half of base/memory.h: defined in memory_cuda.cpp, or, in a build without CUDA, in memory_stub.cpp.
+// The CUDA half of base/memory.h, of timer.h and graph.h: defined in memory_cuda.cpp, or, in a build without CUDA, in memory_stub.cpp.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +34,13 @@ void* cuda_allocate_host(int device, std::size_t bytes);
 void cuda_release_host(void* data) noexcept;
 void cuda_upload(int device, void* to, const void* from, std::size_t bytes, void* begin, void* done);
 void cuda_stream_wait(int device, void* event);   // work queued on this GPU's stream from here on begins after `event`
+// Graphs: what this thread queues on the GPU's stream between begin and end is recorded, not done. The executable graph is
+// destroyed when the work queued so far is done.
+void cuda_capture_begin(int device);
+void* cuda_capture_end(int device);
+void cuda_capture_abandon(int device) noexcept;
+void cuda_graph_launch(int device, void* executable);
+void cuda_graph_destroy(int device, void* executable) noexcept;
 }  // namespace detail
 
 }  // namespace fenwick

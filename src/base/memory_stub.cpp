@@ -28,6 +28,11 @@ void* cuda_allocate_host(int, std::size_t) { no_cuda(); }
 void cuda_release_host(void*) noexcept {}
 void cuda_upload(int, void*, const void*, std::size_t, void*, void*) { no_cuda(); }
 void cuda_stream_wait(int, void*) { no_cuda(); }
+void cuda_capture_begin(int) { no_cuda(); }
+void* cuda_capture_end(int) { no_cuda(); }
+void cuda_capture_abandon(int) noexcept {}
+void cuda_graph_launch(int, void*) { no_cuda(); }
+void cuda_graph_destroy(int, void*) noexcept {}
 }  // namespace detail
 
 }  // namespace fenwick

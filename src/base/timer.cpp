@@ -24,6 +24,10 @@ TimeMark& TimeMark::operator=(TimeMark&& other) noexcept {
     return *this;
 }
 
+void TimeMark::wait() const {
+    if (event_ != nullptr) detail::cuda_event_wait(event_);
+}
+
 double seconds_between(const TimeMark& from, const TimeMark& to) {
     if (from.event_ != nullptr) return detail::cuda_event_seconds(from.event_, to.event_);
     return std::chrono::duration<double>(to.time_ - from.time_).count();

@@ -19,6 +19,7 @@ public:
     ~TimeMark();
     TimeMark(TimeMark&& other) noexcept;
     TimeMark& operator=(TimeMark&& other) noexcept;
+    void wait() const;  // until it has come
 
 private:
     friend double seconds_between(const TimeMark& from, const TimeMark& to);

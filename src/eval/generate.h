@@ -16,22 +16,20 @@ struct SamplingOptions {
     std::uint64_t seed = 0;
 };
 
-// Draws an id from logits [vocab]. Temperature, then top-k, then top-p; ties go to the lower id, so that the draw is a pure
-// function of logits and random state.
-std::int32_t sample(const std::vector<float>& logits, const SamplingOptions& options, Random& random);
-
 struct GenerateOptions {
     SamplingOptions sampling;
     std::int64_t max_tokens = 256;
     std::int64_t vocabulary = 0;           // draws ids below this alone, the tokenizer's where the model's is padded; 0: all
     std::int32_t end_of_text = -1;         // stops after this id; -1: never
     std::int64_t prompt_segment = 256;     // prompt tokens a call: bounds memory, not the result
+    DType weights = DType::float32;        // of the matrices while tokens are drawn: bfloat16 on a GPU
 };
 
-// Feeds `prompt` (at least one token) and then each token drawn. `on_token` sees every new id as it is drawn, with the
-// decoding state behind it; it returns false to stop. Returns the ids drawn, end_of_text not among them.
+// Feeds `prompt` (at least one token) and then each token drawn; the n-th draw is a pure function of the logits, the seed and
+// n (kernels::Sample). `on_token` sees every new id, and how many tokens had been fed when it was drawn; it returns false
+// to stop. On a GPU tokens are drawn ahead of it. Returns the ids drawn, end_of_text not among them.
 std::vector<std::int32_t> generate(const model::LanguageModel& model, const std::vector<std::int32_t>& prompt,
                                    const GenerateOptions& options,
-                                   const std::function<bool(std::int32_t id, const model::DecodeState& state)>& on_token);
+                                   const std::function<bool(std::int32_t id, std::int64_t position)>& on_token);
 
 }  // namespace fenwick::eval

@@ -1,26 +1,9 @@
 #include "model/attention.h"
 
-#include <algorithm>
-
 #include "kernels/softmax_attention.h"
 
 namespace fenwick::model {
 namespace {
-
-// Makes room for `tokens` tokens in a cache [B, capacity, G, D], at least doubling it: O(1) copies a token.
-void reserve_cache(Tensor& cache, std::int64_t seen, std::int64_t tokens) {
-    const std::int64_t batch = cache.size(0), capacity = cache.size(1);
-    if (capacity >= tokens) return;
-    const std::int64_t grown_capacity = std::max<std::int64_t>({2 * capacity, tokens, 16});
-    Tensor grown = Tensor::zeros({batch, grown_capacity, cache.size(2), cache.size(3)}, cache.dtype(), cache.device());
-    if (seen > 0) {
-        const Tensor from = cache.view({batch * capacity, -1}), to = grown.view({batch * grown_capacity, -1});
-        for (std::int64_t b = 0; b < batch; ++b)
-            to.narrow_rows(b * grown_capacity, b * grown_capacity + seen)
-                .copy_from(from.narrow_rows(b * capacity, b * capacity + seen));
-    }
-    cache = std::move(grown);
-}
 
 // x [B, n, GD] becomes the cache's tokens position .. position + n - 1.
 void write_cache(const Tensor& cache, const Tensor& x, std::int64_t position) {
@@ -66,9 +49,9 @@ Variable Attention::forward(const Variable& x, const SequenceLayout& layout) con
 
 Tensor Attention::step(const Tensor& x, MixerState& state, std::int64_t position) const {
     const std::int64_t batch = x.size(0), length = x.size(1);
+    reserve(state, position, position + length);
     return mix(x, SequenceLayout::uniform(batch, length), position,
                [&](const Variable& q, const Variable& k, const Variable& v) {
-                   for (Tensor* cache : {&state.keys, &state.values}) reserve_cache(*cache, position, position + length);
                    write_cache(state.keys, k.value(), position);
                    write_cache(state.values, v.value(), position);
                    Tensor o = Tensor::empty(q.shape(), q.dtype(), q.device());
@@ -88,6 +71,10 @@ Tensor Attention::step(const Tensor& x, MixerState& state, std::int64_t position
                    return Variable(std::move(o));
                })
         .value();
+}
+
+void Attention::reserve(MixerState& state, std::int64_t position, std::int64_t tokens) const {
+    for (Tensor* cache : {&state.keys, &state.values}) reserve_cache(*cache, position, tokens);
 }
 
 MixerState Attention::new_state(std::int64_t batch, DType dtype, Device device) const {

@@ -12,6 +12,7 @@ public:
 
     Variable forward(const Variable& x, const SequenceLayout& layout) const override;
     Tensor step(const Tensor& x, MixerState& state, std::int64_t position) const override;
+    void reserve(MixerState& state, std::int64_t position, std::int64_t tokens) const override;
     MixerState new_state(std::int64_t batch, DType dtype, Device device) const override;
 
 private:

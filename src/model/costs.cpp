@@ -158,4 +158,27 @@ std::int64_t decode_state_bytes(const ModelConfig& config, std::int64_t tokens, 
     return config.num_layers * (states * s.H * s.K * s.V * gate + (s.W - 1) * s.channels * width);
 }
 
+std::int64_t decode_weight_bytes(const ModelConfig& config, DType dtype) {
+    std::int64_t count = config.vocab_size * config.hidden_size;  // the head
+    for (const auto& entry : parameters_by_kind(config))
+        if (entry.kind == "mixer projections" || entry.kind == "mlp") count += entry.count;
+    return count * static_cast<std::int64_t>(size_of(dtype));
+}
+
+std::int64_t decode_state_traffic(const ModelConfig& config, std::int64_t position, std::int64_t batch, DType cache_dtype) {
+    const Sizes s(config);
+    if (config.type == ModelType::transformer)
+        return batch * config.num_layers * 2 * (position + 1) * s.G * s.V * static_cast<std::int64_t>(size_of(cache_dtype));
+    // Level 0 is kept as a key and a value. Above it, level l is full after a token where bit l - 1 of its position is set;
+    // the levels that empty are read, the one they empty into is written.
+    const auto full = [](std::int64_t t) { return t > 0 ? static_cast<std::int64_t>(std::popcount(static_cast<std::uint64_t>(t))) : 0; };
+    std::int64_t states = 2;
+    if (has_levels(config.type)) {
+        const std::int64_t read = full(position - 1);
+        const std::int64_t written = is_mamba2(config.type) ? std::min<std::int64_t>(position, 1) : full(position);
+        states = read + written;
+    }
+    return batch * config.num_layers * states * s.H * s.K * s.V * static_cast<std::int64_t>(sizeof(float));
+}
+
 }  // namespace fenwick::model

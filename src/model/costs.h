@@ -43,4 +43,10 @@ MemoryEstimate training_memory(const ModelConfig& config, std::int64_t batch, st
 // ones, O(tokens) for the Transformer (whose cache doubles, so up to twice its content).
 std::int64_t decode_state_bytes(const ModelConfig& config, std::int64_t tokens, DType compute_dtype);
 
+// Bytes of matrices in `dtype` that every token of the Decoder (model/decoder.h) reads.
+std::int64_t decode_weight_bytes(const ModelConfig& config, DType dtype);
+// Bytes of device memory that the Decoder's token at `position` (tokens seen before it) moves for its states: what it reads
+// and writes, of `batch` rows, with a Transformer's cache in `cache_dtype`.
+std::int64_t decode_state_traffic(const ModelConfig& config, std::int64_t position, std::int64_t batch, DType cache_dtype);
+
 }  // namespace fenwick::model

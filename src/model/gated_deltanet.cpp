@@ -86,7 +86,7 @@ Variable GatedDeltaNet::forward(const Variable& x, const SequenceLayout& layout)
 Tensor GatedDeltaNet::step(const Tensor& x, MixerState& state, std::int64_t position) const {
     const std::int64_t batch = x.size(0), length = x.size(1);
     check_levels("log_linear_gated_delta_rule", config_, position + length);
-    reserve_levels(state.levels, levels_ > 0, position + length);
+    reserve(state, position, position + length);
     return mix(
                x,
                [&](int which, const Variable& input, const Variable& weight) {
@@ -120,6 +120,10 @@ Tensor GatedDeltaNet::step(const Tensor& x, MixerState& state, std::int64_t posi
                    return Variable(std::move(o));
                })
         .value();
+}
+
+void GatedDeltaNet::reserve(MixerState& state, std::int64_t, std::int64_t tokens) const {
+    reserve_levels(state.levels, levels_ > 0, tokens);
 }
 
 MixerState GatedDeltaNet::new_state(std::int64_t batch, DType dtype, Device device) const {

@@ -1,33 +1,16 @@
 #include "model/language_model.h"
 
+#include <algorithm>
 #include <tuple>
 
+#include "base/random.h"
 #include "model/mixer.h"
 #include "model/mlp.h"
 #include "model/parameters.h"
+#include "model/state.h"
 
 namespace fenwick::model {
 namespace {
-
-class State final : public DecodeState {
-public:
-    std::int64_t position() const override { return seen; }
-    std::int64_t bytes() const override {
-        std::int64_t total = 0;
-        for (const auto& layer : layers) total += layer.bytes();
-        return total;
-    }
-    std::unique_ptr<DecodeState> clone() const override {
-        auto copy = std::make_unique<State>();
-        copy->batch = batch;
-        copy->seen = seen;
-        for (const auto& layer : layers) copy->layers.push_back(layer.clone());
-        return copy;
-    }
-
-    std::int64_t batch = 0, seen = 0;
-    std::vector<MixerState> layers;
-};
 
 struct Layer {
     Variable mixer_norm, mlp_norm;
@@ -157,6 +140,33 @@ std::unique_ptr<DecodeState> LanguageModel::new_state(std::int64_t batch) const 
     auto state = std::make_unique<State>();
     state->batch = batch;
     for (const auto& layer : self.layers) state->layers.push_back(layer.mixer->new_state(batch, self.compute_dtype, self.device));
+    return state;
+}
+
+std::unique_ptr<DecodeState> LanguageModel::random_state(std::int64_t batch, std::int64_t tokens, std::uint64_t seed) const {
+    FENWICK_CHECK(tokens >= 1, "[model] a random state of {} tokens; at least 1 is needed", tokens);
+    const Implementation& self = *implementation_;
+    auto state = new_state(batch);
+    auto& whole = static_cast<State&>(*state);
+    whole.seen = tokens;
+    Random random(seed);
+    std::vector<float> values(std::size_t{1} << 20);
+    for (auto& value : values) value = static_cast<float>(0.1 * random.normal());
+    const Tensor pattern = Tensor::from(values, {static_cast<std::int64_t>(values.size())}, self.device);
+    const auto fill = [&](const Tensor& tensor) {
+        const Tensor flat = tensor.view({-1});
+        for (std::int64_t begin = 0; begin < flat.count(); begin += pattern.count()) {
+            const std::int64_t end = std::min(flat.count(), begin + pattern.count());
+            flat.narrow_rows(begin, end).copy_from(pattern.narrow_rows(0, end - begin));
+        }
+    };
+    for (std::size_t i = 0; i < self.layers.size(); ++i) {
+        MixerState& layer = whole.layers[i];
+        self.layers[i].mixer->reserve(layer, 0, tokens);
+        for (const auto& tail : layer.convolutions) fill(tail);
+        for (const Tensor* tensor : {&layer.levels, &layer.keys, &layer.values})
+            if (tensor->defined()) fill(*tensor);
+    }
     return state;
 }
 

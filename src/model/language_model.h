@@ -53,6 +53,8 @@ public:
                                  double normalizer) const;
 
     std::unique_ptr<DecodeState> new_state(std::int64_t batch) const;
+    // A state as after `tokens` tokens, of random numbers: for benchmarks, which need a long history at once.
+    std::unique_ptr<DecodeState> random_state(std::int64_t batch, std::int64_t tokens, std::uint64_t seed) const;
     // Feeds ids [B, n] (n >= 1: a whole prompt or one token) and returns the logits of all n positions [B, n, vocab].
     // Any split of a sequence into calls gives the logits of the whole.
     Tensor step(const Tensor& ids, DecodeState& state) const;

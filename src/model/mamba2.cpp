@@ -81,7 +81,7 @@ Variable Mamba2::forward(const Variable& x, const SequenceLayout& layout) const 
 Tensor Mamba2::step(const Tensor& x, MixerState& state, std::int64_t position) const {
     const std::int64_t batch = x.size(0), length = x.size(1);
     check_levels("log_linear_ssd", config_, position + length);
-    reserve_levels(state.levels, levels_ > 0, position + length);
+    reserve(state, position, position + length);
     return mix(
                x,
                [&](const Variable& input, const Variable& weight, const Variable& bias) {
@@ -113,6 +113,10 @@ Tensor Mamba2::step(const Tensor& x, MixerState& state, std::int64_t position) c
                    return Variable(std::move(o));
                })
         .value();
+}
+
+void Mamba2::reserve(MixerState& state, std::int64_t, std::int64_t tokens) const {
+    reserve_levels(state.levels, levels_ > 0, tokens);
 }
 
 MixerState Mamba2::new_state(std::int64_t batch, DType dtype, Device device) const {

@@ -1,5 +1,7 @@
 #include "model/mixer.h"
 
+#include <algorithm>
+
 #include "kernels/causal_conv1d.h"
 #include "kernels/levels.h"
 #include "model/attention.h"
@@ -55,6 +57,20 @@ void reserve_levels(Tensor& levels, bool has_levels, std::int64_t tokens) {
     Tensor grown = Tensor::zeros(shape, levels.dtype(), levels.device());
     if (levels.count() > 0) grown.view({needed, -1}).narrow_rows(0, levels.size(0)).copy_from(levels.view({levels.size(0), -1}));
     levels = std::move(grown);
+}
+
+void reserve_cache(Tensor& cache, std::int64_t seen, std::int64_t tokens) {
+    const std::int64_t batch = cache.size(0), capacity = cache.size(1);
+    if (capacity >= tokens) return;
+    const std::int64_t grown_capacity = std::max<std::int64_t>({2 * capacity, tokens, 16});
+    Tensor grown = Tensor::zeros({batch, grown_capacity, cache.size(2), cache.size(3)}, cache.dtype(), cache.device());
+    if (seen > 0) {
+        const Tensor from = cache.view({batch * capacity, -1}), to = grown.view({batch * grown_capacity, -1});
+        for (std::int64_t b = 0; b < batch; ++b)
+            to.narrow_rows(b * grown_capacity, b * grown_capacity + seen)
+                .copy_from(from.narrow_rows(b * capacity, b * capacity + seen));
+    }
+    cache = std::move(grown);
 }
 
 void check_levels(std::string_view where, const ModelConfig& config, std::int64_t tokens) {

@@ -87,6 +87,11 @@ inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __popc(int x) { return std::popcount(static_cast<unsigned>(x)); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline void sincospif(float x, float* sine, float* cosine) {
+    *sine = static_cast<float>(std::sin(3.14159265358979323846 * static_cast<double>(x)));
+    *cosine = static_cast<float>(std::cos(3.14159265358979323846 * static_cast<double>(x)));
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
@@ -220,10 +225,23 @@ T __shfl_sync(unsigned, T value, int lane) {
     return emulation::shuffle<emulation::Shuffle::from>(value, lane);
 }
 
+inline void __threadfence() {}
+inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
+
+// Attributes change when a kernel starts, not what it does.
+inline constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0;
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
     std::size_t dynamicSmemBytes = 0;
     cudaStream_t stream = nullptr;
+    const cudaLaunchAttribute* attrs = nullptr;
+    unsigned numAttrs = 0;
 };
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {

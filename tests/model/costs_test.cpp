@@ -96,5 +96,32 @@ TEST(Costs, DecodeStateIsWhatTheModelHolds) {
     }
 }
 
+// What the decoder moves, added up over positions by hand.
+TEST(Costs, DecodingTraffic) {
+    for (const auto type : test::all_types) {
+        const ModelConfig config = test::small_config(type);
+        const std::int64_t state = 2 * 4 * config.num_heads * config.key_width() * config.value_width();  // two layers
+        const auto states = [&](std::int64_t position) { return decode_state_traffic(config, position, 1, DType::bfloat16) / state; };
+        EXPECT_EQ(decode_state_traffic(config, 7, 3, DType::bfloat16), 3 * decode_state_traffic(config, 7, 1, DType::bfloat16));
+        if (type == ModelType::transformer) {
+            EXPECT_EQ(decode_state_traffic(config, 9, 1, DType::bfloat16), 2 * 2 * 10 * 2 * config.key_width() * 2);
+        } else if (!has_levels(type)) {
+            EXPECT_EQ(states(7), 2);
+        } else {
+            const bool decayed_aside = is_mamba2(type);
+            EXPECT_EQ(states(0), 0);
+            EXPECT_EQ(states(1), 1);                      // 1 is written
+            EXPECT_EQ(states(2), 2);                      // 1 is read, 2 written
+            EXPECT_EQ(states(7), decayed_aside ? 3 : 5);  // 2 and 3 are read; 1 (and 2 and 3) written
+            EXPECT_EQ(states(8), 4);                      // 1 to 3 are read, 4 written
+        }
+        // All matrices but the embedding
+        std::int64_t matrices = 0;
+        for (const auto& shape : parameter_shapes(config))
+            if (shape.name.find("_proj.weight") != std::string::npos || shape.name == "lm_head.weight") matrices += count_of(shape.shape);
+        EXPECT_EQ(decode_weight_bytes(config, DType::bfloat16), 2 * matrices);
+    }
+}
+
 }  // namespace
 }  // namespace fenwick::model

@@ -81,6 +81,24 @@ TEST(Bench, AStepOfAConfigWithoutData) {
     EXPECT_THAT(refused.second, HasSubstr("leaves the vocabulary to none.h5"));
 }
 
+TEST(Bench, Decoding) {
+    const fenwick::test::TemporaryFolder folder;
+    const std::string config = folder / "config.yaml", json = folder / "out.json";
+    fenwick::test::write_text(config, "run_dir: runs/x\nmodel: {type: log_linear_mamba2, vocab_size: 100, hidden_size: 32, num_layers: 2, "
+                                      "num_heads: 2, head_dim: 16, state_size: 16, num_levels: 6}\n"
+                                      "data: {train: none.h5, sequence_length: 32}\ntrain: {steps: 1}\n");
+    for (const std::string way : {"", " --plain", " --batch 3"}) {
+        const auto [code, output] = fenwick("bench decode " + config + " --history 40 1000 --tokens 16 --seconds 0.01 --device cpu --json " + json + way);
+        ASSERT_EQ(code, 0) << output;
+        EXPECT_THAT(output, HasSubstr("of copy"));
+        EXPECT_THAT(read(json), HasSubstr("\"history\": 1000"));
+        EXPECT_THAT(read(json), HasSubstr("\"seconds_per_token\""));
+    }
+    const auto refused = fenwick("bench decode " + config + " --history 5 --device cpu");
+    EXPECT_EQ(refused.first, 2);
+    EXPECT_THAT(refused.second, HasSubstr("--history 5 with --tokens 64: at least 37 is needed"));
+}
+
 TEST(Bench, RefusesSizesThatDoNotFit) {
     const auto [code, output] = fenwick("bench rms_norm --tokens 100 --length 64 --device cpu");
     EXPECT_EQ(code, 2);

@@ -85,6 +85,13 @@ TEST_F(CommandLine, TrainsEvaluatesGeneratesAndDescribes) {
     EXPECT_THAT(text.output, testing::StartsWith("line "));
     EXPECT_EQ(fenwick("generate " + path("run") + " --prompt 'line ' --max-tokens 20 --seed 3").output, text.output);
 
+    const auto stats = fenwick("generate " + path("run") + " --max-tokens 40 --ignore-end --stats --device cpu");
+    EXPECT_EQ(stats.exit_code, 0);
+    for (const char* column : {"tokens/s", "state bytes", "GB read a token", "of copy"}) EXPECT_THAT(stats.output, HasSubstr(column));
+    const auto refused = fenwick("generate " + path("run") + " --dtype bfloat16 --device cpu");
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_THAT(refused.output, HasSubstr("--dtype bfloat16 needs a GPU; use float32"));
+
     EXPECT_THAT(fenwick("info " + path("run")).output, HasSubstr("step 20"));
     EXPECT_THAT(fenwick("info " + path("train.h5")).output, HasSubstr("documents"));
     EXPECT_THAT(fenwick("info " + path("config.yaml")).output, HasSubstr("parameters"));

@@ -2,6 +2,7 @@
 // each throws by name. The build defines FENWICK_CUDA_<OP> for every kernels/cuda/<op>.cu that it compiles.
 #include "kernels/causal_conv1d.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/decode.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
 #include "kernels/gated_delta_rule.h"
@@ -29,6 +30,16 @@ FENWICK_CUDA_STUB(causal_conv1d_backward, CausalConv1dBackward)
 #ifndef FENWICK_CUDA_CROSS_ENTROPY
 FENWICK_CUDA_STUB(cross_entropy, CrossEntropy)
 FENWICK_CUDA_STUB(sum, Sum)
+#endif
+#ifndef FENWICK_CUDA_DECODE_ATTENTION
+FENWICK_CUDA_STUB(decode_attention, DecodeAttention)
+#endif
+#ifndef FENWICK_CUDA_DECODE_PROJECTION
+FENWICK_CUDA_STUB(decode_projection, DecodeProjection)
+#endif
+#ifndef FENWICK_CUDA_DECODE_SCAN
+FENWICK_CUDA_STUB(decode_ssd, DecodeSsd)
+FENWICK_CUDA_STUB(decode_gated_delta_rule, DecodeGatedDeltaRule)
 #endif
 #ifndef FENWICK_CUDA_ELEMENTWISE
 FENWICK_CUDA_STUB(axpby, Axpby)
@@ -72,6 +83,9 @@ FENWICK_CUDA_STUB(sum_squares, SumSquares)
 #endif
 #ifndef FENWICK_CUDA_ROPE
 FENWICK_CUDA_STUB(rope, Rope)
+#endif
+#ifndef FENWICK_CUDA_SAMPLING
+FENWICK_CUDA_STUB(sample, Sample)
 #endif
 #ifndef FENWICK_CUDA_SOFTMAX_ATTENTION
 FENWICK_CUDA_STUB(softmax_attention_forward, SoftmaxAttention)

@@ -1,0 +1,98 @@
+// Programmatic dependent launches: a kernel may begin while the one queued before it still runs.
+//
+// Such a kernel prefetches what no kernel near it writes (weights, states of the last token), then waits for its
+// predecessor; after that everything queued before is done and visible, since the predecessor waited in its turn. Right
+// behind the wait it lets its successor begin.
+#pragma once
+
+#include "kernels/cuda/common.cuh"
+
+namespace fenwick::kernels::cuda::dependent {
+
+template <class... Parameters, class... Arguments>
+void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+            Arguments&&... arguments) {
+    if (shared_bytes > 48 * 1024)
+        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(shared_bytes)));
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_of(exec);
+    config.attrs = &early;
+    config.numAttrs = 1;
+    const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+    if (status != cudaSuccess) [[unlikely]] {
+        (void)cudaGetLastError();
+        fail("[{}] launching {} x {} blocks of {} threads, {} bytes of shared memory failed: {}", op, grid.x, grid.y,
+             block.x, shared_bytes, cudaGetErrorString(status));
+    }
+}
+
+inline int multiprocessors(const Exec& exec) {
+    int count = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index));
+    return count;
+}
+
+// Waits for the kernels queued before this one, then lets the next one begin.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if !defined(FENWICK_CUDA_EMULATION)
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Asks for the line in the L2 cache.
+__device__ __forceinline__ void prefetch(const void* address) {
+#if !defined(FENWICK_CUDA_EMULATION)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#else
+    (void)address;
+#endif
+}
+// The same for a multiple of 16 bytes at an address that is one. By one thread.
+__device__ __forceinline__ void prefetch(const void* from, std::int64_t bytes) {
+#if !defined(FENWICK_CUDA_EMULATION)
+    constexpr std::int64_t piece = 16384;
+    for (std::int64_t begin = 0; begin < bytes; begin += piece)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(from) + begin),
+                     "r"(static_cast<int>(bytes - begin < piece ? bytes - begin : piece)));
+#else
+    (void)from;
+    (void)bytes;
+#endif
+}
+
+// Sums N values over the lanes of a warp whose numbers differ in the bits below 32 and not below `lowest`: every such lane
+// gets the sum of value number transposed_index<N>(lane). N is a power of two, at most 32 / lowest.
+template <int N>
+__device__ __forceinline__ float transposed_sum(float (&values)[N], int lane, int lowest = 1) {
+    int bit = 16;
+#pragma unroll
+    for (int half = N / 2; half >= 1; half /= 2, bit /= 2) {
+        const bool upper = (lane & bit) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? values[i + half] : values[i], given = upper ? values[i] : values[i + half];
+            values[i] = kept + __shfl_xor_sync(0xffffffffu, given, bit);
+        }
+    }
+    for (; bit >= lowest; bit /= 2) values[0] += __shfl_xor_sync(0xffffffffu, values[0], bit);
+    return values[0];
+}
+template <int N>
+__device__ __forceinline__ int transposed_index(int lane) {
+    int index = 0, bit = 16;
+#pragma unroll
+    for (int half = N / 2; half >= 1; half /= 2, bit /= 2)
+        if ((lane & bit) != 0) index += half;
+    return index;
+}
+
+}  // namespace fenwick::kernels::cuda::dependent

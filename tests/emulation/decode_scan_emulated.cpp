@@ -1,0 +1,2 @@
+// The CUDA kernels of decoding as C++ (cuda_emulation.h).
+#include "kernels/cuda/decode_scan.cu"
