@@ -124,6 +124,10 @@ void copy_async(void* to, const void* from, bool valid) {
 }
 void commit_async();
 inline void prefetch(const void*) {}
+inline void store_16(void* to, const std::uint32_t* x) {
+    if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0) stop("16 bytes to an address that is no multiple of 16");
+    std::memcpy(to, x, 16);
+}
 void finish_copies(int pending_groups);
 template <int Pending>
 void wait_async() {

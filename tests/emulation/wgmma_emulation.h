@@ -92,7 +92,8 @@ template <int>
 void claim_registers() {}
 template <int>
 void release_registers() {}
-inline void store_matrices_transposed(__nv_bfloat16* row, const std::uint32_t (&x)[4]) {
+template <bool Transpose>
+void store_matrices(__nv_bfloat16* row, const std::uint32_t (&x)[4]) {
     struct Argument {
         __nv_bfloat16* row;
         const std::uint32_t* x;
@@ -102,9 +103,11 @@ inline void store_matrices_transposed(__nv_bfloat16* row, const std::uint32_t (&
         [](void* const* all) {
             for (int m = 0; m < 4; ++m)
                 for (int t = 0; t < 32; ++t)
-                    for (int e = 0; e < 2; ++e)
-                        static_cast<Argument*>(all[8 * m + 2 * (t % 4) + e])->row[t / 4].bits =
+                    for (int e = 0; e < 2; ++e) {
+                        const int line = Transpose ? 2 * (t % 4) + e : t / 4, column = Transpose ? t / 4 : 2 * (t % 4) + e;
+                        static_cast<Argument*>(all[8 * m + line])->row[column].bits =
                             static_cast<std::uint16_t>(static_cast<Argument*>(all[t])->x[m] >> (16 * e));
+                    }
         },
         &argument);
 }

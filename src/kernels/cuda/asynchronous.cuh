@@ -33,7 +33,7 @@ using emulation::fence_barriers;
 using emulation::fence_written;
 using emulation::multiply;
 using emulation::release_registers;
-using emulation::store_matrices_transposed;
+using emulation::store_matrices;
 using emulation::wait_products;
 inline void fence_operands() {}
 inline void fence_products(float (&)[8][4]) {}
@@ -89,12 +89,20 @@ template <int Count>
 __device__ __forceinline__ void claim_registers() {
     FENWICK_ASYNCHRONOUS("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
-// Four 8 x 8 matrices of 16-bit values, transposed: thread t holds of each the elements (t / 4, 2 (t % 4) + {0, 1}); lane
-// 8m + r gives the address of row r of the transpose of matrix m.
-__device__ __forceinline__ void store_matrices_transposed(bf16* row, const std::uint32_t (&x)[4]) {
-    FENWICK_ASYNCHRONOUS("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-                         "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                         : "memory");
+// Four 8 x 8 matrices of 16-bit values: thread t holds of each the elements (t / 4, 2 (t % 4) + {0, 1}); lane 8m + r gives the
+// address of row r of matrix m, or of its transpose.
+template <bool Transpose>
+__device__ __forceinline__ void store_matrices(bf16* row, const std::uint32_t (&x)[4]) {
+    if constexpr (Transpose) {
+        FENWICK_ASYNCHRONOUS(
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(x[0]),
+            "r"(x[1]), "r"(x[2]), "r"(x[3])
+            : "memory");
+    } else {
+        FENWICK_ASYNCHRONOUS("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+                             "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                             : "memory");
+    }
 }
 // Keeps the compiler from moving accesses of an accumulator across an asynchronous product.
 __device__ __forceinline__ void hold(float (&d)[8][4]) {
@@ -155,7 +163,12 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&a)[4], const bf1
 // Writes the transpose of columns [16 k, 16 k + 16) into rows [16 k, 16 k + 16) of a tile.
 __device__ __forceinline__ void store_transposed(bf16* to, const std::uint32_t (&a)[4], int k) {
     const int thread = tile::team_index(), lane = thread % 32, matrix = lane / 8, line = lane % 8;
-    store_matrices_transposed(to + tile::offset<bf16>(k * 16 + matrix / 2 * 8 + line, thread / 32 * 16 + matrix % 2 * 8), a);
+    store_matrices<true>(to + tile::offset<bf16>(k * 16 + matrix / 2 * 8 + line, thread / 32 * 16 + matrix % 2 * 8), a);
+}
+// Writes columns [16 k, 16 k + 16) of a tile.
+__device__ __forceinline__ void store_fragment(bf16* to, const std::uint32_t (&a)[4], int k) {
+    const int thread = tile::team_index(), lane = thread % 32, matrix = lane / 8, line = lane % 8;
+    store_matrices<false>(to + tile::offset<bf16>(thread / 32 * 16 + matrix % 2 * 8 + line, k * 16 + matrix / 2 * 8), a);
 }
 
 }  // namespace fenwick::kernels::cuda::asynchronous

@@ -51,8 +51,8 @@ __device__ __forceinline__ void synchronize_team(int id) {
 }
 #endif
 
-// A warp that is done with a stage arrives once, by its first lane, behind __syncwarp. compute-sanitizer's racecheck orders only
-// the threads that arrive themselves and takes the other lanes' reads for hazards: for it every lane arrives.
+// A warp that is done with a stage arrives once, by its first lane, behind __syncwarp. compute-sanitizer's racecheck orders
+// only the threads that arrive themselves and takes the other lanes' reads for hazards: for it every lane arrives.
 #if defined(FENWICK_RACECHECK)
 constexpr int arrivals_of_warp = 32;
 #else
@@ -62,6 +62,10 @@ __device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
     __syncwarp();
     if (arrivals_of_warp > 1 || threadIdx.x % 32 == 0) arrive(barrier);
 }
+
+// A value that is the same for all lanes of a warp, so that the compiler knows it: what hangs on it (the place in a ring,
+// wgmma's descriptors) then lives in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Where in a ring of `Stages` stages a role is. `turn` flips with every round.
 template <int Stages>
@@ -118,9 +122,11 @@ struct TileRing : Ring<Stages> {
         producer.at.advance();
         if (++producer.started > Ahead) report(producer, Ahead);
     }
+    // Reports all stages; others may follow.
     __device__ __forceinline__ void finish(Producer& producer) {
         tile::wait_async<0>();
         for (int n = min(Ahead, producer.started); n > 0; --n) report(producer, n - 1);
+        producer.started = 0;
     }
 
 private:

@@ -196,8 +196,49 @@ __global__ void __launch_bounds__(threads) outer_products(Problem<T> p) {
 
 constexpr int flat_threads = 128;
 
-// Chunk states -> bucket states (or running states), in place. A thread keeps W elements and walks its document's chunks.
-// Grid: documents x heads x ceil(K V / (W threads)).
+// W elements as they lie in memory: one, or a multiple of 16 bytes.
+template <class T, int W>
+struct Words {
+    static_assert(W * sizeof(T) % 16 == 0);
+    struct alignas(16) Quad {
+        std::uint32_t x[4];
+    };
+    Quad quads[W * sizeof(T) / 16];
+    __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(W * sizeof(T) / 16); ++n) quads[n] = reinterpret_cast<const Quad*>(from)[n];
+    }
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(quads[i / 4].x[i % 4]);
+        } else {
+            const float2 pair = tile::unpack(quads[i / 8].x[i % 8 / 2]);
+            return i % 2 == 0 ? pair.x : pair.y;
+        }
+    }
+    static __device__ __forceinline__ void store(T* to, const float (&values)[W]) {
+        std::uint32_t words[W * sizeof(T) / 4];
+        if constexpr (sizeof(T) == 4) {
+            memcpy(words, values, sizeof(words));
+        } else {
+#pragma unroll
+            for (int i = 0; i < W; i += 2) words[i / 2] = tile::pack(values[i], values[i + 1]);
+        }
+#pragma unroll
+        for (int n = 0; n < static_cast<int>(W * sizeof(T) / 16); ++n)
+            tile::store_16(to + n * 16 / sizeof(T), words + n * 4);
+    }
+};
+template <class T>
+struct Words<T, 1> {
+    T x;
+    __device__ __forceinline__ void load(const T* from) { x = *from; }
+    __device__ __forceinline__ float operator[](int) const { return tile::to_float(x); }
+    static __device__ __forceinline__ void store(T* to, const float (&values)[1]) { *to = tile::from_float<T>(values[0]); }
+};
+
+// Chunk states -> bucket states (or running states), in place. A thread keeps W elements and walks its document's chunks,
+// four at a time: the next four are on their way. Grid: documents x heads x ceil(K V / (W threads)).
 template <class T, int W>
 __global__ void __launch_bounds__(flat_threads) merge_states(Problem<T> p, int blocks) {
     const std::int64_t row = blockIdx.x / blocks;
@@ -206,46 +247,68 @@ __global__ void __launch_bounds__(flat_threads) merge_states(Problem<T> p, int b
     const std::int64_t size = static_cast<std::int64_t>(p.key_width) * p.value_width;
     const std::int64_t e = (static_cast<std::int64_t>(block) * flat_threads + threadIdx.x) * W;
     if (e >= size) return;
+    using Part = Words<T, W>;
     const auto at = [&](int c) { return p.states + p.state_at(doc.slot + c, h) + e; };
     const auto end = [&](int c) { return p.chunk_end[p.at(doc.slot + c, h)]; };
-    // The next chunks' own states are on their way while the current ones are merged.
-    float x[W], left[W], next[W], next_left[W];
-    if (p.log_linear) {
-        if (doc.chunks > 1) {
-            load(next_left, at(0));
-            load(next, at(1));
-        }
-        for (int c = 1; c < doc.chunks; c += 2) {
+    // x = factor x + decay part
+    const auto add = [](float(&x)[W], float factor, float decay, const Part& part) {
 #pragma unroll
-            for (int i = 0; i < W; ++i) {
-                x[i] = next[i];
-                left[i] = next_left[i];
-            }
-            if (c + 2 < doc.chunks) {
-                load(next_left, at(c + 1));
-                load(next, at(c + 2));
-            }
-            const double here = end(c);
-            const int merges = trailing_ones(c);
-            for (int j = 0; j < merges; ++j) {
-                const int other = c - (1 << j);
-                const float decay = __expf(static_cast<float>(here - end(other)));
-                if (j > 0) load(left, at(other));
+        for (int i = 0; i < W; ++i) x[i] = factor * x[i] + decay * part[i];
+    };
+    const int chunks = doc.chunks - (p.skip_last ? 1 : 0);
+    constexpr int step = 4;
+    Part next[step];
+    double next_end[step];
+    const auto fetch = [&](int first) {
 #pragma unroll
-                for (int i = 0; i < W; ++i) x[i] += decay * left[i];
+        for (int n = 0; n < step; ++n) {
+            if (first + n < chunks) {
+                next[n].load(at(first + n));
+                next_end[n] = end(first + n);
             }
-            store(at(c), x);
         }
-    } else {
-        load(x, at(0));
-        if (doc.chunks > 1) load(next, at(1));
-        for (int c = 1; c < doc.chunks; ++c) {
-            const float decay = __expf(static_cast<float>(end(c) - end(c - 1)));
+    };
+    fetch(0);
+    float x[W] = {};
+    double before = 0;
+    for (int base = 0; base < chunks; base += step) {
+        Part now[step];
+        double now_end[step];
 #pragma unroll
-            for (int i = 0; i < W; ++i) x[i] = decay * x[i] + next[i];
-            if (c + 1 < doc.chunks) load(next, at(c + 1));
-            store(at(c), x);
+        for (int n = 0; n < step; ++n) {
+            now[n] = next[n];
+            now_end[n] = next_end[n];
         }
+        fetch(base + step);
+        const auto decay = [&](double from, int to) { return __expf(static_cast<float>(now_end[to] - from)); };
+        if (!p.log_linear) {
+#pragma unroll
+            for (int n = 0; n < step; ++n) {
+                if (base + n >= chunks) break;
+                const float factor = decay(before, n);
+                before = now_end[n];
+                add(x, factor, 1.0f, now[n]);
+                if (base + n > 0) Part::store(at(base + n), x);
+            }
+            continue;
+        }
+        if (base + 1 >= chunks) break;
+#pragma unroll
+        for (int i = 0; i < W; ++i) x[i] = 0;
+        add(x, 1.0f, 1.0f, now[1]);
+        add(x, 1.0f, decay(now_end[0], 1), now[0]);
+        Part::store(at(base + 1), x);
+        if (base + 3 >= chunks) break;
+        add(x, decay(now_end[1], 3), 1.0f, now[3]);
+        add(x, 1.0f, decay(now_end[2], 3), now[2]);
+        const int merges = trailing_ones(base + 3);
+        for (int j = 2; j < merges; ++j) {
+            const int other = base + 3 - (1 << j);
+            Part left;
+            left.load(at(other));
+            add(x, 1.0f, decay(end(other), 3), left);
+        }
+        Part::store(at(base + 3), x);
     }
 }
 
@@ -1286,13 +1349,15 @@ bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std:
     return reinterpret_cast<std::uintptr_t>(pointer) % (2 * size) == 0;
 }
 
-// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the card.
+// Slices of a group's heads: enough blocks to fill any card, from the shape alone, so that results do not depend on the
+// card.
 #if defined(FENWICK_CUDA_EMULATION)
 // So that small problems have blocks with several heads, as large ones do.
-constexpr std::int64_t enough_blocks = 8, enough_pipelined_blocks = 8;
+constexpr std::int64_t enough_blocks = 8, enough_pipelined_blocks = 8, enough_state_blocks = 8;
 #else
 constexpr std::int64_t enough_blocks = 2048;
 constexpr std::int64_t enough_pipelined_blocks = 1024;  // one an SM, and each starts with the scores of its heads
+constexpr std::int64_t enough_state_blocks = 400;       // one an SM, and each starts with the keys of its chunk
 #endif
 template <class T>
 int slices_of(const Problem<T>& p, int blocks, std::int64_t enough) {
@@ -1301,6 +1366,7 @@ int slices_of(const Problem<T>& p, int blocks, std::int64_t enough) {
 }
 
 // Whether the kernels of ssd_pipelined.cuh do. They are made for Hopper: 227 KB of shared memory a block.
+constexpr std::size_t largest_shared = 227 * 1024;
 template <class T>
 bool fits_pipelined(const Exec& exec, const Problem<T>& p) {
     if (p.key_tiles > 2 || !p.wide_q || !p.wide_k || !p.wide_v || !p.wide_state) return false;
@@ -1402,7 +1468,7 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
             Problem<T> sliced = p;
             const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, outer_teams));
             // Whole teams of heads a slice.
-            const int slices = std::min(slices_of(p, jobs, enough_pipelined_blocks), teams);
+            const int slices = std::min(slices_of(p, jobs, Reader ? enough_pipelined_blocks : enough_state_blocks), teams);
             sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
             return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
@@ -1453,26 +1519,32 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
         Problem<T> p = make_problem<T>(op, args, *layout);
         p.o = static_cast<T*>(args.o);
         p.paired_o = is_paired(sizeof(T), args.o, {args.value_width});
+        p.wide_o = is_wide(sizeof(T), args.o, {args.value_width});
+        p.skip_last = true;
         Arena arena;
         add_state_workspace(arena, p);
         arena.allocate(exec);
         build_states(op, exec, p);
         if constexpr (std::is_same_v<T, tile::bf16>) {
-            if (fits_pipelined(exec, p)) {
+            if (fits_pipelined(exec, p) && p.wide_o) {
                 Problem<T> sliced = p;
                 sliced.slices = slices_of(p, consumers * p.slots, enough_pipelined_blocks);
-                return dispatch_pipelined(p.key_tiles, [&](auto kt) {
+                const dim3 grid(static_cast<unsigned>(consumers * p.slots), static_cast<unsigned>(p.groups * sliced.slices),
+                                static_cast<unsigned>(p.value_tiles));
+                const auto launch_outputs = [&](auto kernel, std::size_t shared_bytes) {
+                    if (shared_bytes > largest_shared)
+                        return false;  // scales of more levels than any memory holds tokens for
+                    launch_blocks(op, exec, kernel, grid, pipelined_threads, shared_bytes, sliced);
+                    return true;
+                };
+                bool done = false;
+                dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
-                    const dim3 grid(static_cast<unsigned>(consumers * p.slots),
-                                    static_cast<unsigned>(p.groups * sliced.slices), static_cast<unsigned>(p.value_tiles));
-                    if (p.log_linear) {
-                        launch_blocks(op, exec, tile_outputs<KT, true>, grid, pipelined_threads,
-                                      tile_output_shared<KT, true>(p.all_levels), sliced);
-                    } else {
-                        launch_blocks(op, exec, tile_outputs<KT, false>, grid, pipelined_threads,
-                                      tile_output_shared<KT, false>(p.all_levels), sliced);
-                    }
+                    done = p.log_linear
+                               ? launch_outputs(tile_outputs<KT, true>, tile_output_shared<KT, true>(p.all_levels))
+                               : launch_outputs(tile_outputs<KT, false>, tile_output_shared<KT, false>(p.all_levels));
                 });
+                if (done) return;
             }
         }
         launch_tiles(op, exec, outputs<T>,

@@ -7,6 +7,8 @@
 
 namespace fenwick::kernels::cuda::ssd_scan {
 
+using pipeline::uniform;
+
 // Queues c += a b for 16 Steps columns of a; b's rows run along its tile's rows (AlongRows; Steps > 4: tiles one below the
 // other) or columns. a and b must stay until the product has been waited for.
 template <bool AlongRows, int Steps>
@@ -40,7 +42,7 @@ struct alignas(16) StateScalars {
 
 template <int KT>
 std::size_t chunk_state_shared() {
-    return (state_stages * (KT + state_teams) + state_teams * KT) * area * sizeof(bf16) +
+    return ((tiles_per_chunk + state_teams) * KT + state_stages * state_teams) * area * sizeof(bf16) +
            state_stages * state_teams * sizeof(StateScalars) + sizeof(TileRing<state_stages, copies_ahead>);
 }
 
@@ -67,20 +69,23 @@ template <int KT>
 __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p) {
     const HeadRange range = head_range(p);
     const int vt = blockIdx.z, slot = blockIdx.x;
-    const int first = p.slot_info[slot].tile, tiles = p.slot_info[slot].tiles;
-    bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // KT tiles of k, one of v for each head
-    constexpr int stage_size = (KT + state_teams) * area;
+    const SlotInfo info = p.slot_info[slot];
+    if (p.skip_last && info.index == info.document_chunks - 1) return;
+    const int first = info.tile, tiles = uniform(info.tiles);
+    bf16* const keys = reinterpret_cast<bf16*>(tile::shared_memory());  // KT tiles for each of the chunk's, copied once
+    bf16* const stages = keys + tiles_per_chunk * KT * area;            // a tile of v for each head
+    constexpr int stage_size = state_teams * area;
     bf16* const results = stages + state_stages * stage_size;  // KT tiles a team
     StateScalars* const scalars = reinterpret_cast<StateScalars*>(results + state_teams * KT * area);
     auto& ring = *reinterpret_cast<TileRing<state_stages, copies_ahead>*>(scalars + state_stages * state_teams);
     if (threadIdx.x == 0) ring.initialize(state_teams * threads / 32);
     __syncthreads();
 
-    const int self = warpgroup_index(), thread = tile::team_index();
+    const int self = uniform(warpgroup_index()), thread = tile::team_index();
     if (self == state_teams) {
         asynchronous::release_registers<40>();
         typename std::remove_reference_t<decltype(ring)>::Producer producer;
-        const bf16* const keys = p.k + static_cast<std::int64_t>(range.group) * p.key_width;
+        const bf16* const from = p.k + static_cast<std::int64_t>(range.group) * p.key_width;
         const TileCopy copy_keys(p.k_stride, p.key_width), copy_last_keys(p.k_stride, p.key_width - (KT - 1) * edge);
         const TileCopy copy_value(p.v_stride, p.value_width - vt * edge);
         const std::int64_t token = p.tile_info[first].token;
@@ -92,13 +97,15 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
                 bf16* const to = stages + producer.at.stage * stage_size;
                 const std::int64_t its_token = token + t * edge;
                 const int rows = t == tiles - 1 ? last_rows : edge;
+                if (base == range.first) {
 #pragma unroll
-                for (int kt = 0; kt < KT; ++kt)
-                    (kt < KT - 1 ? copy_keys : copy_last_keys)(to + kt * area, keys + its_token * p.k_stride + kt * edge,
-                                                               rows);
+                    for (int kt = 0; kt < KT; ++kt)
+                        (kt < KT - 1 ? copy_keys : copy_last_keys)(keys + (t * KT + kt) * area,
+                                                                   from + its_token * p.k_stride + kt * edge, rows);
+                }
                 for (int x = 0; x < heads; ++x) {
                     const int h = base + x;
-                    copy_value(to + (KT + x) * area, values_at(p, its_token, h, vt), rows);
+                    copy_value(to + x * area, values_at(p, its_token, h, vt), rows);
                     StateScalars& its = scalars[producer.at.stage * state_teams + x];
                     const std::int64_t at = p.at(first + t, h);
                     if (thread < edge / 4) {
@@ -146,11 +153,10 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
             // Sums of different precision: their difference may come out a little above 0.
             const float between = exp2_fast(fminf(static_cast<float>(its.end - its.start) - its.total, 0.0f) * log2_e);
 #pragma unroll
-            for (int k = 0; k < tile_steps; ++k)
-                a[k] = decayed_values(from + (KT + self) * area, its.to_end + column, between, k);
+            for (int k = 0; k < tile_steps; ++k) a[k] = decayed_values(from + self * area, its.to_end + column, between, k);
             fence_fragments(a);
 #pragma unroll
-            for (int kt = 0; kt < KT; ++kt) queue_product<true>(acc[kt], a, from + kt * area);
+            for (int kt = 0; kt < KT; ++kt) queue_product<true>(acc[kt], a, keys + (t * KT + kt) * area);
             asynchronous::commit();
             at.advance();
             if (t == 0) return;
@@ -190,8 +196,13 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
 
 // ---- outputs ---------------------------------------------------------------------------------------------------------
 
-constexpr int output_stages = 6;
+constexpr int output_stages = 7;
+constexpr int output_copies_ahead = 4;
 constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 at most
+using OutputRing = TileRing<output_stages, output_copies_ahead>;
+// The producer waits for the scalars of a head while the stages of the last output_copies_ahead are not reported yet: they
+// must not belong to as many heads as there are stages of scalars. Blocks with one stage a head report it at once.
+static_assert(output_copies_ahead <= 2 * (head_stages - 1));
 
 // What the two tiles of a block need of one head. Scales of the linear operator are 1 and not kept.
 template <bool LogLinear>
@@ -217,11 +228,16 @@ struct OutputScalars {
     __device__ __forceinline__ double* start() const { return reinterpret_cast<double*>(total() + tiles_per_chunk); }
     __device__ __forceinline__ double* bucket_end() const { return start() + consumers; }
     __device__ __forceinline__ float* scales() const { return reinterpret_cast<float*>(bucket_end() + most_live); }
-    // Level scale of the row-th token of the block.
-    __device__ __forceinline__ float scale(int row, int level) const {
-        if constexpr (!LogLinear) return 1.0f;
-        return scales()[row * stride + level];
-    }
+    // Level scales of the row-th token of the block; `eighth`: of the one 8 tokens on.
+    struct Scales {
+        const float* at;
+        int to_eighth;
+        __device__ __forceinline__ float operator()(int eighth, int level) const {
+            if constexpr (!LogLinear) return 1.0f;
+            return at[eighth * to_eighth + level];
+        }
+    };
+    __device__ __forceinline__ Scales scales_of(int row) const { return {scales() + row * stride, 8 * stride}; }
 
     // Copies of the producer.
     __device__ __forceinline__ void load(const Problem<bf16>& p, const Pair& pair, int h, const LiveBucket* buckets,
@@ -259,9 +275,9 @@ struct OutputScalars {
 
 template <int KT, bool LogLinear>
 std::size_t tile_output_shared(int all_levels) {
-    return (2 * output_stages + output_strip) * area * sizeof(bf16) +
-           head_stages * OutputScalars<LogLinear>::bytes(all_levels) + sizeof(TileRing<output_stages, copies_ahead>) +
-           sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
+    return (2 * output_stages + output_strip + consumers) * area * sizeof(bf16) +
+           head_stages * OutputScalars<LogLinear>::bytes(all_levels) + sizeof(OutputRing) + sizeof(Ring<head_stages>) +
+           most_live * sizeof(LiveBucket);
 }
 
 // One fragment times row factor[row] and column decay.
@@ -274,40 +290,40 @@ __device__ __forceinline__ void weigh(Fragment& a, const float (&factor)[2], int
     }
 }
 
-// scores x (level mask and decay) of a tile with itself; its rows of level scales are `row` on. A warp has 16 rows: blocks
-// of 16 columns before them are at level 5 (next to them in the same 32) or 6. All warps compute all blocks, the same way,
-// and choose: a branch a block would be a chain of latencies.
-template <bool LogLinear>
-__device__ __forceinline__ void mask_own(Fragment (&a)[tile_steps], const OutputScalars<LogLinear>& head, const float* gamma,
-                                         int row, const Fragment* scores) {
+// scores x (level mask and decay) of a tile with itself. A warp has 16 rows: blocks of 16 columns before them are at level 5
+// (next to them in the same 32) or 6. All warps compute all blocks, the same way: a branch a block would be a chain of
+// latencies.
+template <class Scales>
+__device__ __forceinline__ void mask_own(Fragment (&a)[tile_steps], const Scales& scale, const float* gamma,
+                                         const Fragment* scores) {
     const int thread = tile::team_index(), lane = thread % 32, warp = thread / 32;
     const int t = warp * 16 + lane / 4, column = lane % 4 * 2;
+    scores += thread;
 #pragma unroll
-    for (int k = 0; k < tile_steps; ++k) a[k] = scores[k * threads + thread];
-    Fragment own = scores[warp * threads + thread];
+    for (int k = 0; k < tile_steps - 1; ++k) a[k] = scores[k * threads];
+    Fragment own = scores[warp * threads];
     const float end[2] = {gamma[t] * log2_e, gamma[t + 8] * log2_e};
     const float before = warp > 0 ? gamma[warp * 16 - 1] * log2_e : 0.0f;
     float near[2], far[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float into = exp2_fast(end[r] - before);
-        near[r] = head.scale(row + t + r * 8, 5) * into;
-        far[r] = head.scale(row + t + r * 8, 6) * into;
+        near[r] = scale(r, 5) * into;
+        far[r] = scale(r, 6) * into;
     }
-#pragma unroll
-    for (int k = 0; k < tile_steps - 1; ++k) {
-        const bool is_near = k == (warp ^ 1), is_before = k < warp;
-        const float factor[2] = {is_before ? (is_near ? near[0] : far[0]) : 0.0f,
-                                 is_before ? (is_near ? near[1] : far[1]) : 0.0f};
+    // A block behind the rows gets the decay 0.
+    const auto weigh_block = [&](int k, const float(&factor)[2]) {
+        const float reference = k < warp ? before : -INFINITY;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float2 start = tile::load_pair(gamma + k * 16 + half * 8 + column);
-            // At most 0 where it counts.
-            const float decay_a = exp2_fast(fminf(before - start.x * log2_e, 0.0f));
-            const float decay_b = exp2_fast(fminf(before - start.y * log2_e, 0.0f));
-            weigh(a[k], factor, half, decay_a, decay_b);
+            weigh(a[k], factor, half, exp2_fast(reference - start.x * log2_e), exp2_fast(reference - start.y * log2_e));
         }
-    }
+    };
+    const float first_factor[2] = {warp == 1 ? near[0] : far[0], warp == 1 ? near[1] : far[1]};
+    weigh_block(0, first_factor);
+    weigh_block(1, far);
+    weigh_block(2, near);
     // The warp's rows with themselves: two blocks of 8 x 8 on the diagonal, one below.
     const float2 first = tile::load_pair(gamma + warp * 16 + column),
                  second = tile::load_pair(gamma + warp * 16 + 8 + column);
@@ -318,21 +334,20 @@ __device__ __forceinline__ void mask_own(Fragment (&a)[tile_steps], const Output
         const float2 start = r == 0 ? first : second;
         std::uint32_t& pair = own.x[r * 3];
         const float2 x = tile::unpack(pair);
-        const float scale_a = head.scale(row + t + r * 8, level_a), scale_b = head.scale(row + t + r * 8, level_b);
-        pair = tile::pack(sees_a ? x.x * (scale_a * exp2_fast(end[r] - start.x * log2_e)) : 0.0f,
-                          sees_b ? x.y * (scale_b * exp2_fast(end[r] - start.y * log2_e)) : 0.0f);
+        pair = tile::pack(sees_a ? x.x * (scale(r, level_a) * exp2_fast(end[r] - start.x * log2_e)) : 0.0f,
+                          sees_b ? x.y * (scale(r, level_b) * exp2_fast(end[r] - start.y * log2_e)) : 0.0f);
     }
     {
-        const float scale = head.scale(row + t + 8, 4);
+        const float factor = scale(1, 4);
         const float2 x = tile::unpack(own.x[1]);
-        own.x[1] = tile::pack(x.x * (scale * exp2_fast(end[1] - first.x * log2_e)),
-                              x.y * (scale * exp2_fast(end[1] - first.y * log2_e)));
+        own.x[1] = tile::pack(x.x * (factor * exp2_fast(end[1] - first.x * log2_e)),
+                              x.y * (factor * exp2_fast(end[1] - first.y * log2_e)));
         own.x[2] = 0;  // columns 8 .. 15 are behind rows 0 .. 7
     }
 #pragma unroll
     for (int k = 0; k < tile_steps; ++k)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[k].x[e] = k == warp ? own.x[e] : k < warp ? a[k].x[e] : 0;
+        for (int e = 0; e < 4; ++e) a[k].x[e] = k == warp ? own.x[e] : k < tile_steps - 1 ? a[k].x[e] : 0;
 }
 
 // Grid: 2 x slots, head slices of all groups, value tiles.
@@ -343,15 +358,17 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     const Pair pair(p);
     if (pair.count == 0) return;
     const HeadRange range = head_range(p);
-    const int vt = blockIdx.z, live = live_count(p, pair.slot.index), last = pair.first + pair.count - 1;
+    const int vt = blockIdx.z, chunk = uniform(pair.slot.index), live = live_count(p, chunk);
+    const int last = uniform(pair.first + pair.count - 1);
     bf16* const stages = reinterpret_cast<bf16*>(tile::shared_memory());  // 2 tiles each
     Fragment* const strip = reinterpret_cast<Fragment*>(stages + 2 * output_stages * area);
-    unsigned char* const scalars = reinterpret_cast<unsigned char*>(strip) + output_strip * area * sizeof(bf16);
+    bf16* const results = reinterpret_cast<bf16*>(strip) + output_strip * area;  // a tile for each warpgroup
+    unsigned char* const scalars = reinterpret_cast<unsigned char*>(results + consumers * area);
     const int scalar_bytes = OutputScalars<LogLinear>::bytes(p.all_levels);
-    auto& ring = *reinterpret_cast<TileRing<output_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
+    auto& ring = *reinterpret_cast<OutputRing*>(scalars + head_stages * scalar_bytes);
     auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
     auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
-    list_live(p, pair.slot_id, pair.slot.index, live, buckets);
+    list_live(p, pair.slot_id, chunk, live, buckets);
     const auto head_at = [&](int stage) { return OutputScalars<LogLinear>(scalars + stage * scalar_bytes, p.all_levels); };
     if (threadIdx.x == 0) {
         ring.initialize(pair.count * threads / 32);
@@ -360,10 +377,10 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     __syncthreads();
 
     Position<head_stages> head_position;
-    const int self = warpgroup_index();
+    const int self = uniform(warpgroup_index());
     if (self == consumers) {
         asynchronous::release_registers<56>();
-        typename std::remove_reference_t<decltype(ring)>::Producer producer;
+        OutputRing::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
             ring.acquire(producer);
             for (int kt = 0; kt < KT; ++kt)
@@ -393,6 +410,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
                 ring.commit(producer);
             }
             for (int n = 1; n < live; ++n) fetch_state(n);
+            if (live == 0 && last < 2) ring.finish(producer);
         }
         ring.finish(producer);
         return;
@@ -402,7 +420,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     Position<output_stages> at, done;  // stages waited for, released
     const auto stage_at = [&](const Position<output_stages>& position) { return stages + 2 * position.stage * area; };
 
-    const int i = pair.first + self, t = warpgroup::first_row(), row = self * edge + t;
+    const int i = uniform(pair.first) + self, t = warpgroup::first_row(), row = self * edge + t;
     Fragment* const scores = strip + self * 3 * tile_steps * threads;
     Fragment queries[KT * tile_steps];
     for (int x = 0; x < pair.count; ++x) {
@@ -435,20 +453,31 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     }
 
     const int lane = tile::team_index() % 32, column = lane % 4 * 2;
-    for (int h = range.first; h < range.first + range.count; ++h) {
+    bf16* const result = results + self * area;
+    // Decay to this thread's rows from the tile's start, and to the tile's start from the end of a bucket, one a lane.
+    float into[2], reach = 0;
+    const auto prepare = [&] {
         head_ring.wait(head_position);
         const OutputScalars<LogLinear> head = head_at(head_position.stage);
-        const float* const gamma = head.gamma(self);
-        const float into[2] = {exp2_fast(gamma[t] * log2_e), exp2_fast(gamma[t + 8] * log2_e)};
-        // A lane computes the decay from one bucket's end to the tile.
-        float reach = 0;
+        into[0] = exp2_fast(head.gamma(self)[t] * log2_e);
+        into[1] = exp2_fast(head.gamma(self)[t + 8] * log2_e);
         if (lane < live)
             reach = exp2_fast(fminf(static_cast<float>(head.start()[self] - head.bucket_end()[lane]), 0.0f) * log2_e);
-        const auto bucket_factor = [&](int n, float(&factor)[2]) {
-            const float its = __shfl_sync(0xffffffffu, reach, n);
-            const int level = buckets[n].level;
+    };
+    if (range.count > 0) prepare();
+    for (int h = range.first; h < range.first + range.count; ++h) {
+        const OutputScalars<LogLinear> head = head_at(head_position.stage);
+        const float* const gamma = head.gamma(self);
+        const auto scale = head.scales_of(row);
+        // Row factors of the buckets, one after the other.
+        int bucket = 0, levels_left = chunk;
+        float factor[2] = {0, 0};
+        const auto next_factor = [&] {
+            const float its = __shfl_sync(0xffffffffu, reach, bucket++);
+            const int level = chunk_levels - 1 + __ffs(levels_left);
+            levels_left &= levels_left - 1;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) factor[r] = head.scale(row + r * 8, level) * into[r] * its;
+            for (int r = 0; r < 2; ++r) factor[r] = scale(r, level) * into[r] * its;
         };
 
         // The first bucket's product runs while the tile's own mask is computed.
@@ -462,15 +491,14 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
             at.advance();
         }
         Fragment even[tile_steps], odd[tile_steps];
-        mask_own(even, head, gamma, self * edge, scores + i * tile_steps * threads);
-        float first_factor[2] = {0, 0};
-        if (live > 0) bucket_factor(0, first_factor);
+        mask_own(even, scale, gamma, scores + i * tile_steps * threads);
+        if (live > 0) next_factor();
         asynchronous::wait_products<0>();
         asynchronous::hold(acc.x);
         if (live > 0) ring.release(done);
         acc.for_pairs([&](int, int, float& a, float& b, int local) {
-            a *= first_factor[local];
-            b *= first_factor[local];
+            a *= factor[local];
+            b *= factor[local];
         });
         // Then the tile's product with its own values, and those before it, the nearest first: the next mask is computed
         // while a product runs.
@@ -493,8 +521,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
             const int level = tile_bits + bits_of(i ^ j);
             const float between = exp2_fast(gap * log2_e);
             gap += head.total()[j];
-            const float factor[2] = {head.scale(row, level) * into[0] * between,
-                                     head.scale(row + 8, level) * into[1] * between};
+            const float factor[2] = {scale(0, level) * into[0] * between, scale(1, level) * into[1] * between};
             const float* const to_end = head.to_end(j) + column;
 #pragma unroll
             for (int k = 0; k < tile_steps; ++k) {
@@ -525,13 +552,12 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
             at.advance();
         };
         const auto finish_bucket = [&](Accumulator& its) {
+            next_factor();
             asynchronous::wait_products<0>();
             asynchronous::hold(its.x);
             ring.release(done);
         };
-        const auto add_bucket = [&](int n, Accumulator& from) {
-            float factor[2];
-            bucket_factor(n, factor);
+        const auto add_bucket = [&](Accumulator& from) {
             acc.for_pairs_with(from, [&](int, int, float& a, float& b, int local, float x, float y) {
                 a += factor[local] * x;
                 b += factor[local] * y;
@@ -550,26 +576,43 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
             for (int n = 1; n < live; n += 2) {
                 if (n + 1 < live) {
                     start_bucket(next);
-                    add_bucket(n, part);
+                    add_bucket(part);
                     finish_bucket(next);
                     if (n + 2 < live) {
                         start_bucket(part);
-                        add_bucket(n + 1, next);
+                        add_bucket(next);
                         finish_bucket(part);
                     } else {
-                        add_bucket(n + 1, next);
+                        add_bucket(next);
                     }
                 } else {
-                    add_bucket(n, part);
+                    add_bucket(part);
                 }
             }
         } else {
             finish_tiles();
         }
         head_ring.release(head_position);
+        if (h + 1 < range.first + range.count) prepare();
+
+        // Through shared memory, a warp's 16 rows at a time: whole rows are written.
+        __syncwarp();  // the last head's rows have been read
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k) asynchronous::store_fragment(result, fragment_of(acc, k).x, k);
+        __syncwarp();
+        const int first_row = tile::team_index() / 32 * 16 + lane / 8, v = lane % 8 * 8, rows = pair.rows(i) - first_row;
         const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-        store_tile(acc, p.o + pair.token_of(i) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride,
-                   pair.rows(i), p.value_width - vt * edge, p.paired_o);
+        bf16* to =
+            p.o + (pair.token_of(i) + first_row) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge + v;
+        Fragment parts[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            parts[n] = *reinterpret_cast<const Fragment*>(result + tile::offset<bf16>(first_row + n * 4, v));
+        if (vt * edge + v < p.value_width) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                if (n * 4 < rows) *reinterpret_cast<Fragment*>(to + n * 4 * stride) = parts[n];
+        }
     }
 }
 

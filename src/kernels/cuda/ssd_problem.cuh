@@ -54,6 +54,7 @@ struct Problem {
     int slices;      // of a group's heads
     int tiles, slots, documents;
     bool log_linear;
+    bool skip_last;  // nobody needs the states of documents' last chunks (outputs do not)
     bool wide_q, wide_k, wide_v, wide_o, wide_state;  // 16-byte copies
     bool paired_o, paired_dq, paired_dk, paired_dv;   // two neighbours may be accessed as one word
     std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;

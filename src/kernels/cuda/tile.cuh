@@ -34,6 +34,7 @@ using emulation::load_matrices;
 using emulation::mma_16x8x16;
 using emulation::prefetch;
 using emulation::shared_memory;
+using emulation::store_16;
 using emulation::thread_index;
 using emulation::wait_async;
 #else
@@ -76,6 +77,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
+}
+
+// 16 bytes to global memory. (What the compiler makes of an assignment may be four stores of 4 bytes.)
+__device__ __forceinline__ void store_16(void* to, const std::uint32_t* x) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 // Asks for the line of `at` in the L2 cache.
