@@ -39,7 +39,8 @@ public:
             if (end_of_document_ < 0 && id >= 0) end_of_document_ = id;
         FENWICK_CHECK(end_of_document_ >= 0, "{} has no end, begin or unknown piece to end documents with", name);
         find_pieces();
-        lossless_ = find_lossless();
+        lossless_ = newline_ >= 0 && gives_back("");
+        puts_space_first_ = !lossless_ && splits_at_spaces_ && space_id_ >= 0 && gives_back(" ");
     }
 
     std::string kind() const override { return "sentencepiece"; }
@@ -48,8 +49,14 @@ public:
     std::string definition() const override { return definition_; }
     bool lossless() const override { return lossless_; }
 
-    // Lossless models are encoded newline by newline, and word by word where no piece reaches over a space.
+    // Lossless models are encoded newline by newline, and word by word where no piece reaches over a space; those that only
+    // put a space first, word by word.
     std::size_t safe_cut(std::string_view text, std::size_t limit) const override {
+        if (puts_space_first_) {
+            for (std::size_t at = std::min(limit, text.empty() ? 0 : text.size() - 1); at > 0; --at)
+                if (begins_word(text, at)) return at;
+            return 0;
+        }
         if (!lossless_) return 0;
         for (std::size_t at = limit; at > 0; --at) {
             if (text[at - 1] == '\n') return at;
@@ -58,7 +65,21 @@ public:
         return 0;
     }
 
+    void encode_continued(std::string_view text, std::vector<std::int32_t>& ids) const override {
+        if (puts_space_first_ && text.starts_with(' '))
+            append_words(text, ids);
+        else
+            encode(text, ids);
+    }
+
     void encode(std::string_view text, std::vector<std::int32_t>& ids) const override {
+        if (puts_space_first_) {
+            std::size_t end = std::min<std::size_t>(text.size(), 1);
+            while (end < text.size() && !begins_word(text, end)) ++end;
+            append_encoded(text.substr(0, end), ids);  // with the space that it puts first
+            append_words(text.substr(end), ids);
+            return;
+        }
         if (!lossless_) {
             append_encoded(text, ids);
             return;
@@ -110,9 +131,13 @@ private:
         std::unordered_map<std::string, std::vector<std::int32_t>, Hash, std::equal_to<>> ids;
     };
 
-    // Encodes word by word, a word being what starts at a space (or several) after something else: no piece of the model
-    // reaches over such a place. A BPE model gives the ids of the whole line; a unigram model may part a word otherwise
-    // where two ways score the same.
+    // A word starts at a space (or several) after something else: no piece of the model reaches over such a place.
+    static bool begins_word(std::string_view text, std::size_t at) {
+        return text[at] == ' ' && text[at - 1] != ' ' && !text.substr(0, at).ends_with(space_mark);
+    }
+
+    // Encodes word by word. A BPE model gives the ids of the whole line; a unigram model may part a word otherwise where two
+    // ways score the same.
     void append_words(std::string_view text, std::vector<std::int32_t>& ids) const {
         if (text.empty()) return;
         if (!splits_at_spaces_) {
@@ -126,12 +151,12 @@ private:
             words.owner = serial_number_;
         }
         for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end) {
-            for (end = begin + 1; end < text.size() && !(text[end] == ' ' && text[end - 1] != ' ');) ++end;
+            for (end = begin + 1; end < text.size() && !begins_word(text, end);) ++end;
             const std::string_view word = text.substr(begin, end - begin);
             auto found = words.ids.find(word);
             if (found == words.ids.end()) {
                 std::vector<std::int32_t> encoded;
-                append_encoded(word, encoded);
+                append_word(word, encoded);
                 if (word.size() > longest_word) {
                     ids.insert(ids.end(), encoded.begin(), encoded.end());
                     continue;
@@ -140,6 +165,15 @@ private:
             }
             ids.insert(ids.end(), found->second.begin(), found->second.end());
         }
+    }
+
+    // The space that a word begins with is the one that the library puts before the rest; before nothing it puts none.
+    void append_word(std::string_view word, std::vector<std::int32_t>& ids) const {
+        if (puts_space_first_) word.remove_prefix(1);
+        if (word.empty())
+            ids.push_back(space_id_);
+        else
+            append_encoded(word, ids);
     }
 
     void append_encoded(std::string_view text, std::vector<std::int32_t>& ids) const {
@@ -166,15 +200,17 @@ private:
                 for (auto at = text.find(space_mark); at != std::string::npos; at = text.find(space_mark, at + 1))
                     text.replace(at, space_mark.size(), 1, ' ');
                 if (piece == "\n") newline_ = id;
+                if (piece == space_mark) space_id_ = id;
                 for (std::size_t i = 1; i < text.size(); ++i)
                     if (text[i] == ' ' && text[i - 1] != ' ') splits_at_spaces_ = false;
             }
         }
     }
 
-    // Whether the model neither normalises nor adds: as train_sentencepiece makes them.
-    bool find_lossless() const {
-        if (newline_ < 0 || std::count(byte_ids_.begin(), byte_ids_.end(), -1) > 0) return false;
+    // Whether the model does not normalise, and adds nothing but `first` before a text: nothing where train_sentencepiece
+    // made it, a space in Llama's.
+    bool gives_back(const std::string& first) const {
+        if (std::count(byte_ids_.begin(), byte_ids_.end(), -1) > 0) return false;
         // Spaces of all kinds, a tab, a ligature, a letter with a combining accent, a full-width letter, a control
         // character: what the normalisers in use change.
         const std::string probe = "  a  b\t\r \xC2\xA0\xE3\x80\x80\xEF\xAC\x81 e\xCC\x81 \xEF\xBC\xA1\x01 ";
@@ -183,17 +219,17 @@ private:
             append_encoded(text, ids);
             std::string back;
             for (const auto id : ids) back += text_of_[static_cast<std::size_t>(id)];
-            if (back != text) return false;
+            if (back != first + text) return false;
         }
         return true;
     }
 
     std::string definition_;
     sentencepiece::SentencePieceProcessor processor_;
-    std::int32_t end_of_document_ = -1, newline_ = -1;
+    std::int32_t end_of_document_ = -1, newline_ = -1, space_id_ = -1;
     std::array<std::int32_t, 256> byte_ids_{};
     std::vector<std::string> text_of_;  // of each id
-    bool lossless_ = false, splits_at_spaces_ = true;
+    bool lossless_ = false, puts_space_first_ = false, splits_at_spaces_ = true;
     std::uint64_t serial_number_ = next_serial_number();
 };
 

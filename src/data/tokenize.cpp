@@ -228,7 +228,10 @@ private:
             if (piece.is_json) {
                 encode_json(job, piece, text);
             } else {
-                tokenizer_.encode(text, job.ids);
+                if (piece.begins_document)
+                    tokenizer_.encode(text, job.ids);
+                else
+                    tokenizer_.encode_continued(text, job.ids);
                 job.encoded.push_back(
                     {job.ids.size(), static_cast<std::int64_t>(text.size()), words_in(text, piece.continues_word)});
             }
@@ -246,7 +249,10 @@ private:
         std::size_t limit = first_limit;
         for (std::string_view rest = text; !rest.empty();) {
             const std::size_t end = piece_end(tokenizer_, rest, true, limit);
-            tokenizer_.encode(rest.substr(0, end), job.ids);
+            if (rest.size() == text.size())
+                tokenizer_.encode(rest.substr(0, end), job.ids);
+            else
+                tokenizer_.encode_continued(rest.substr(0, end), job.ids);
             rest.remove_prefix(end);
         }
         job.encoded.push_back({job.ids.size(), static_cast<std::int64_t>(text.size()), words_in(text, false)});

@@ -18,6 +18,8 @@ public:
     virtual std::int32_t end_of_document() const = 0;   // the id written after each document; not text
     // Appends the ids of `text`; never adds begin or end tokens. Safe to call from several threads.
     virtual void encode(std::string_view text, std::vector<std::int32_t>& ids) const = 0;
+    // Of text that goes on where a document was cut (safe_cut): without what encode() puts before a text. Else the same.
+    virtual void encode_continued(std::string_view text, std::vector<std::int32_t>& ids) const { encode(text, ids); }
     // The text of ids; end_of_document reads as "" or, in a tokenizer.json, as its name. Throws Error for an id outside
     // [0, vocab_size).
     virtual std::string decode(const std::int32_t* ids, std::int64_t count) const = 0;
@@ -25,11 +27,12 @@ public:
     // either alone suffices to decode.
     virtual std::string definition() const = 0;
     // A place where `text` may be cut so that its parts are encoded by themselves: some p with 0 < p <= limit <= text.size()
-    // such that encode(text[:p]) followed by encode(text[p:] + more) is encode(text + more), whatever `more` is, "" too.
-    // As late as it is cheaply found; 0 where none is found: take a longer text, or encode the document whole. `text`
-    // begins where a document begins, or at such a place; what lies after `limit` is only looked at (a few dozen bytes
-    // help, and it may end within a character). So a document of any size is encoded in pieces, on several threads,
-    // with the ids of the whole. The cost is far below that of encoding text[:limit]. Thread-safe.
+    // such that encode(text[:p]) followed by encode_continued(text[p:] + more) is encode(text + more), whatever `more` is,
+    // "" too; of a text that is itself a continuation, encode_continued() in both places. As late as it is cheaply found; 0
+    // where none is found: take a longer text, or encode the document whole. `text` begins where a document begins, or at
+    // such a place; what lies after `limit` is only looked at (a few dozen bytes help, and it may end within a character).
+    // So a document of any size is encoded in pieces, on several threads, with the ids of the whole. The cost is far below
+    // that of encoding text[:limit]. Thread-safe.
     virtual std::size_t safe_cut(std::string_view text, std::size_t limit) const;
     // Whether decode gives back every text, whatever its bytes.
     virtual bool lossless() const = 0;

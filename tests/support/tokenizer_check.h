@@ -1,15 +1,18 @@
-// What tests of tokenizers share: ids and texts in one call, texts of all kinds, encoding in pieces.
+// What tests of tokenizers share: ids and texts in one call, texts of all kinds, encoding in pieces, what public libraries
+// give.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/random.h"
+#include "base/sha256.h"
 #include "data/tokenizer.h"
 
 namespace fenwick::test {
@@ -84,6 +87,7 @@ inline std::vector<std::int32_t> encode_in_pieces(const data::Tokenizer& tokeniz
     Random random(seed);
     std::vector<std::int32_t> ids;
     std::size_t reach = longest;
+    bool is_first = true;
     while (!text.empty()) {
         const std::size_t window = std::min<std::size_t>(text.size(), 1 + random.below(reach));
         const std::size_t limit = 1 + random.below(window);
@@ -94,12 +98,42 @@ inline std::vector<std::int32_t> encode_in_pieces(const data::Tokenizer& tokeniz
             reach *= 2;
             continue;
         }
-        tokenizer.encode(text.substr(0, cut), ids);
+        if (is_first)
+            tokenizer.encode(text.substr(0, cut), ids);
+        else
+            tokenizer.encode_continued(text.substr(0, cut), ids);
+        is_first = false;
         text.remove_prefix(cut);
         reach = longest;
         if (pieces != nullptr) ++*pieces;
     }
     return ids;
+}
+
+// Ids, texts and pieces as golden/tokenizers.json has them of the public tokenizer `name`, for its strings and for
+// `wikitext`, the text of WikiText-2's raw test file.
+inline void check_golden(const data::Tokenizer& tokenizer, const std::string& name, const nlohmann::json& golden,
+                         const std::string& wikitext) {
+    const auto& expected = golden.at("tokenizers").at(name);
+    for (std::size_t i = 0; i < golden.at("strings").size(); ++i) {
+        const auto text = golden.at("strings").at(i).get<std::string>();
+        const auto ids = expected.at("ids").at(i).get<std::vector<std::int32_t>>();
+        EXPECT_EQ(encode(tokenizer, text), ids) << "string " << i;
+        EXPECT_EQ(decode(tokenizer, ids), expected.at("decoded").at(i).get<std::string>()) << "string " << i;
+        EXPECT_EQ(encode_in_pieces(tokenizer, text, i, 20), ids) << "string " << i;
+    }
+    const auto ids = encode(tokenizer, wikitext);
+    const auto& whole = expected.at("wikitext2_test_raw");
+    EXPECT_EQ(ids.size(), whole.at("tokens").get<std::size_t>());
+    EXPECT_EQ(sha256_hex(std::string_view(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(ids[0]))),
+              whole.at("sha256_uint32_le").get<std::string>());
+    EXPECT_EQ(decode(tokenizer, ids) == wikitext, whole.at("round_trip").get<bool>());
+    int pieces = 0;
+    EXPECT_EQ(encode_in_pieces(tokenizer, wikitext, 1, 4000, &pieces), ids);
+    EXPECT_GT(pieces, 500);
+    const auto restored = data::restore_tokenizer(tokenizer.kind(), tokenizer.definition());
+    EXPECT_EQ(restored->identity(), tokenizer.identity());
+    EXPECT_EQ(encode(*restored, wikitext), ids);
 }
 
 }  // namespace fenwick::test
