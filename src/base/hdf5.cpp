@@ -4,11 +4,14 @@
 #include <hdf5.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <type_traits>
 
 #include "base/error.h"
@@ -314,6 +317,64 @@ void append_to(hid_t file, const std::string& name, hid_t type, const void* data
     close_checked(dataset, H5Dclose, path, action);
 }
 
+// What the filters of create_growing() make of a chunk; `skipped` says which of them did not do it any good.
+std::vector<std::uint8_t> filtered(const std::uint8_t* chunk, std::size_t bytes, std::size_t element_bytes, int deflate,
+                                   std::uint32_t& skipped) {
+    std::vector<std::uint8_t> shuffled(bytes), packed(bytes);
+    const std::size_t count = bytes / element_bytes;
+    for (std::size_t part = 0; part < element_bytes; ++part)
+        for (std::size_t i = 0; i < count; ++i) shuffled[part * count + i] = chunk[i * element_bytes + part];
+    uLongf size = bytes;
+    skipped = 0;
+    if (compress2(packed.data(), &size, shuffled.data(), bytes, deflate) != Z_OK || size >= bytes) {
+        skipped = 2;  // a bit a filter: the second one
+        return shuffled;
+    }
+    packed.resize(size);
+    return packed;
+}
+
+void append_chunks_to(hid_t file, const std::string& name, hid_t type, const void* data, std::int64_t count, int threads,
+                      const std::string& path) {
+    const std::string action = fmt::format("dataset '{}' cannot be written", name);
+    Handle dataset = open_dataset(file, name, path);
+    const auto shape = shape_of(dataset.get(), path);
+    const Handle properties = own_properties(checked(H5Dget_create_plist(dataset.get()), path, action));
+    hsize_t chunk = 0;
+    unsigned flags = 0, level = 0, filter = 0;
+    std::size_t values = 1;
+    if (checked(H5Pget_nfilters(properties.get()), path, action) == 0) return append_to(file, name, type, data, count, path);
+    checked(H5Pget_chunk(properties.get(), 1, &chunk), path, action);
+    checked(H5Pget_filter_by_id2(properties.get(), H5Z_FILTER_DEFLATE, &flags, &values, &level, 0, nullptr, &filter), path,
+            action);
+    const auto length = static_cast<std::int64_t>(chunk);
+    FENWICK_CHECK(shape.size() == 1 && shape[0] % length == 0 && count % length == 0,
+                  "{}: dataset '{}': {} elements at {} are not whole chunks of {}", path, name, count, shape_text(shape),
+                  length);
+    const std::size_t element_bytes = H5Tget_size(type), chunk_bytes = chunk * element_bytes;
+    std::vector<std::vector<std::uint8_t>> packed(static_cast<std::size_t>(count / length));
+    std::vector<std::uint32_t> skipped(packed.size());
+    std::atomic<std::size_t> next = 0;
+    const auto work = [&] {
+        for (std::size_t i = next++; i < packed.size(); i = next++)
+            packed[i] = filtered(static_cast<const std::uint8_t*>(data) + i * chunk_bytes, chunk_bytes, element_bytes,
+                                 static_cast<int>(level), skipped[i]);
+    };
+    {
+        std::vector<std::jthread> helpers;
+        const auto wanted = std::min<std::size_t>(static_cast<std::size_t>(std::max(threads, 1)), packed.size());
+        for (std::size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
+        work();
+    }
+    hsize_t place = static_cast<hsize_t>(shape[0]);
+    const hsize_t end = place + static_cast<hsize_t>(count);
+    checked(H5Dset_extent(dataset.get(), &end), path, action);
+    for (std::size_t i = 0; i < packed.size(); ++i, place += chunk)
+        checked(H5Dwrite_chunk(dataset.get(), H5P_DEFAULT, skipped[i], &place, packed[i].size(), packed[i].data()), path,
+                action);
+    close_checked(dataset, H5Dclose, path, action);
+}
+
 Handle open_attribute(hid_t object, const std::string& object_name, const std::string& name, std::string_view path) {
     FENWICK_CHECK(H5Aexists(object, name.c_str()) > 0, "{}: attribute '{}' of '{}' is missing", path, name, object_name);
     return own_attribute(checked(H5Aopen(object, name.c_str(), H5P_DEFAULT), path,
@@ -527,14 +588,21 @@ void File::append(const std::string& name, const T* data, std::int64_t count) {
     append_to(file_.get(), name, native_type<T>(), data, count, path_);
 }
 
-#define FENWICK_HDF5_TYPE(T)                                                                            \
-    template std::vector<T> File::read<T>(const std::string&) const;                                   \
-    template void File::read_into<T>(const std::string&, T*, std::int64_t) const;                      \
-    template void File::read_slice<T>(const std::string&, std::int64_t, std::int64_t, T*) const;       \
-    template std::int64_t File::position_of_chunk<T>(const std::string&, std::int64_t) const;          \
-    template void File::write<T>(const std::string&, const T*, const std::vector<std::int64_t>&);      \
-    template void File::create_appendable<T>(const std::string&, std::int64_t, int);                   \
-    template void File::append<T>(const std::string&, const T*, std::int64_t)
+template <class T>
+void File::append_chunks(const std::string& name, const T* data, std::int64_t count, int threads) {
+    const Lock lock;
+    append_chunks_to(file_.get(), name, native_type<T>(), data, count, threads, path_);
+}
+
+#define FENWICK_HDF5_TYPE(T)                                                                      \
+    template std::vector<T> File::read<T>(const std::string&) const;                              \
+    template void File::read_into<T>(const std::string&, T*, std::int64_t) const;                 \
+    template void File::read_slice<T>(const std::string&, std::int64_t, std::int64_t, T*) const;  \
+    template std::int64_t File::position_of_chunk<T>(const std::string&, std::int64_t) const;     \
+    template void File::write<T>(const std::string&, const T*, const std::vector<std::int64_t>&); \
+    template void File::create_appendable<T>(const std::string&, std::int64_t, int);              \
+    template void File::append<T>(const std::string&, const T*, std::int64_t);                    \
+    template void File::append_chunks<T>(const std::string&, const T*, std::int64_t, int)
 FENWICK_HDF5_TYPE(float);
 FENWICK_HDF5_TYPE(double);
 FENWICK_HDF5_TYPE(std::int64_t);

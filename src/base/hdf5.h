@@ -90,6 +90,9 @@ public:
     void create_appendable(const std::string& name, std::int64_t chunk, int deflate);
     template <class T>
     void append(const std::string& name, const T* data, std::int64_t count);
+    // The same for whole chunks where a chunk begins; they are compressed on so many threads.
+    template <class T>
+    void append_chunks(const std::string& name, const T* data, std::int64_t count, int threads);
 
     // Attributes of a group or dataset ("/" is the root).
     bool has_attribute(const std::string& object, const std::string& name) const;

@@ -18,6 +18,7 @@
 #include "base/error.h"
 #include "base/files.h"
 #include "base/hdf5.h"
+#include "base/parallel.h"
 #include "base/sha256.h"
 
 namespace fenwick::data {
@@ -36,7 +37,8 @@ static_assert(std::endian::native == std::endian::little, "checksums are over li
 template <class T>
 class Column {
 public:
-    Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file) : name_(std::move(name)), chunk_(chunk) {
+    Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file)
+        : name_(std::move(name)), chunk_(chunk), batch_(deflate > 0 ? chunks_at_once * chunk : chunk) {
         file.create_appendable<T>(name_, chunk, deflate);
     }
     void push(T value, hdf5::File& file) {
@@ -46,20 +48,27 @@ public:
     template <class From, class OnChunk>
     void push(const From* values, std::int64_t count, hdf5::File& file, OnChunk&& on_chunk) {
         while (count > 0) {
-            const std::int64_t step = std::min(count, chunk_ - static_cast<std::int64_t>(pending_.size()));
+            const std::int64_t step = std::min(count, batch_ - static_cast<std::int64_t>(pending_.size()));
             for (std::int64_t i = 0; i < step; ++i) pending_.push_back(static_cast<T>(values[i]));
             values += step;
             count -= step;
-            if (static_cast<std::int64_t>(pending_.size()) == chunk_) flush(file, on_chunk);
+            if (static_cast<std::int64_t>(pending_.size()) == batch_) flush(file, on_chunk);
         }
     }
     template <class OnChunk>
     void flush(hdf5::File& file, OnChunk&& on_chunk) {
-        if (pending_.empty()) return;
-        const std::size_t bytes = pending_.size() * sizeof(T);
-        crc_ = crc32_of(pending_.data(), bytes, crc_);
-        on_chunk(crc32_of(pending_.data(), bytes));
-        file.append(name_, pending_.data(), static_cast<std::int64_t>(pending_.size()));
+        const auto count = static_cast<std::int64_t>(pending_.size());
+        crc_ = crc32_of(pending_.data(), pending_.size() * sizeof(T), crc_);
+        for (std::int64_t first = 0; first < count; first += chunk_)
+            on_chunk(
+                crc32_of(pending_.data() + first, static_cast<std::size_t>(std::min(chunk_, count - first)) * sizeof(T)));
+        const std::int64_t whole = count / chunk_ * chunk_;
+        if (whole > chunk_) {
+            file.append_chunks(name_, pending_.data(), whole, num_threads());
+            file.append(name_, pending_.data() + whole, count - whole);
+        } else {
+            file.append(name_, pending_.data(), count);
+        }
         pending_.clear();
     }
     void flush(hdf5::File& file) {
@@ -69,8 +78,10 @@ public:
     const std::string& name() const { return name_; }
 
 private:
+    static constexpr std::int64_t chunks_at_once = 32;  // compressed on all threads
+
     std::string name_;
-    std::int64_t chunk_;
+    std::int64_t chunk_, batch_;  // elements
     std::vector<T> pending_;
     std::uint32_t crc_ = 0;
 };

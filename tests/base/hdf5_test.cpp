@@ -200,6 +200,31 @@ TEST(Hdf5, AppendsToAnExistingFile) {
     EXPECT_NE(error_of([&] { File::open(folder / "a.h5").append("v", values, 1); }), "");
 }
 
+// Chunks that deflate makes smaller and those that it does not, beside what the library's own filters wrote.
+TYPED_TEST(Hdf5Types, ChunksAreCompressedOnThreads) {
+    test::TemporaryFolder folder;
+    std::vector<TypeParam> values(64 * 20 + 5);
+    std::uint64_t state = 1;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        values[i] = i / 64 % 3 == 0 ? static_cast<TypeParam>(i % 5) : static_cast<TypeParam>(state >> 57);
+    }
+    for (const int threads : {1, 3, 50}) {
+        {
+            File file = File::create(folder / "a.h5");
+            file.create_appendable<TypeParam>("v", 64, 6);
+            file.append("v", values.data(), 64);
+            file.append_chunks("v", values.data() + 64, 64 * 12, threads);
+            file.append_chunks("v", values.data() + 64 * 13, 64 * 7, threads);
+            EXPECT_THAT(error_of([&] { file.append_chunks("v", values.data(), 63, threads); }),
+                        HasSubstr("are not whole chunks of 64"));
+            file.append("v", values.data() + 64 * 20, 5);
+            file.close();
+        }
+        EXPECT_EQ(File::open(folder / "a.h5").read<TypeParam>("v"), values);
+    }
+}
+
 // As h5py and others write them unless told otherwise; ours have superblock version 3, whose structures carry checksums.
 TEST(Hdf5, ReadsAndExtendsFilesOfTheOldestFormat) {
     test::TemporaryFolder folder;
