@@ -175,7 +175,7 @@ TEST(SsdEmulation, OneChunk) {
 
 TEST(SsdEmulation, ManyChunks) {
     for (auto dtype : {DType::float32, DType::bfloat16}) {
-        check(problem_of({0, 1030}, 8, 16, 12), 0.02, dtype);
+        check(problem_of({0, 2060}, 8, 16, 13), 0.02, dtype);
         check(problem_of({0, 700}, 8, 16, 0), 0.02, dtype);
     }
 }

@@ -165,10 +165,5 @@ __device__ __forceinline__ void store_transposed(bf16* to, const std::uint32_t (
     const int thread = tile::team_index(), lane = thread % 32, matrix = lane / 8, line = lane % 8;
     store_matrices<true>(to + tile::offset<bf16>(k * 16 + matrix / 2 * 8 + line, thread / 32 * 16 + matrix % 2 * 8), a);
 }
-// Writes columns [16 k, 16 k + 16) of a tile.
-__device__ __forceinline__ void store_fragment(bf16* to, const std::uint32_t (&a)[4], int k) {
-    const int thread = tile::team_index(), lane = thread % 32, matrix = lane / 8, line = lane % 8;
-    store_matrices<false>(to + tile::offset<bf16>(thread / 32 * 16 + matrix % 2 * 8 + line, k * 16 + matrix / 2 * 8), a);
-}
 
 }  // namespace fenwick::kernels::cuda::asynchronous

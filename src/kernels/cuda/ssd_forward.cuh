@@ -40,10 +40,16 @@ struct alignas(16) StateScalars {
     float total;        // of the tile
 };
 
+// v is read by ordinary loads, so that its copies report themselves; the keys, which wgmma reads, are reported by hand.
+struct StateBarriers {
+    Ring<state_stages> values;
+    pipeline::Barrier keys;
+};
+
 template <int KT>
 std::size_t chunk_state_shared() {
     return ((tiles_per_chunk + state_teams) * KT + state_stages * state_teams) * area * sizeof(bf16) +
-           state_stages * state_teams * sizeof(StateScalars) + sizeof(TileRing<state_stages, copies_ahead>);
+           state_stages * state_teams * sizeof(StateScalars) + sizeof(StateBarriers);
 }
 
 // Columns [16 k, 16 k + 16) of v', times the decay from their token to the chunk's end; `between`: from the tile's end.
@@ -70,62 +76,77 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
     const HeadRange range = head_range(p);
     const int vt = blockIdx.z, slot = blockIdx.x;
     const SlotInfo info = p.slot_info[slot];
-    if (p.skip_last && info.index == info.document_chunks - 1) return;
+    if (range.count == 0 || (p.skip_last && info.index == info.document_chunks - 1)) return;
     const int first = info.tile, tiles = uniform(info.tiles);
     bf16* const keys = reinterpret_cast<bf16*>(tile::shared_memory());  // KT tiles for each of the chunk's, copied once
     bf16* const stages = keys + tiles_per_chunk * KT * area;            // a tile of v for each head
     constexpr int stage_size = state_teams * area;
     bf16* const results = stages + state_stages * stage_size;  // KT tiles a team
     StateScalars* const scalars = reinterpret_cast<StateScalars*>(results + state_teams * KT * area);
-    auto& ring = *reinterpret_cast<TileRing<state_stages, copies_ahead>*>(scalars + state_stages * state_teams);
-    if (threadIdx.x == 0) ring.initialize(state_teams * threads / 32);
+    auto& barriers = *reinterpret_cast<StateBarriers*>(scalars + state_stages * state_teams);
+    auto& ring = barriers.values;
+    if (threadIdx.x == 0) {
+        ring.initialize(state_teams * threads / 32);
+        pipeline::initialize(&barriers.keys, threads);
+    }
     __syncthreads();
 
     const int self = uniform(warpgroup_index()), thread = tile::team_index();
     if (self == state_teams) {
         asynchronous::release_registers<40>();
-        typename std::remove_reference_t<decltype(ring)>::Producer producer;
-        const bf16* const from = p.k + static_cast<std::int64_t>(range.group) * p.key_width;
-        const TileCopy copy_keys(p.k_stride, p.key_width), copy_last_keys(p.k_stride, p.key_width - (KT - 1) * edge);
-        const TileCopy copy_value(p.v_stride, p.value_width - vt * edge);
         const std::int64_t token = p.tile_info[first].token;
         const int last_rows = p.tile_info[first + tiles - 1].rows;
+        {
+            const bf16* const from = p.k + static_cast<std::int64_t>(range.group) * p.key_width;
+            const TileCopy copy_keys(p.k_stride, p.key_width), copy_last_keys(p.k_stride, p.key_width - (KT - 1) * edge);
+            for (int t = 0; t < tiles; ++t)
+#pragma unroll
+                for (int kt = 0; kt < KT; ++kt)
+                    (kt < KT - 1 ? copy_keys : copy_last_keys)(keys + (t * KT + kt) * area,
+                                                               from + (token + t * edge) * p.k_stride + kt * edge,
+                                                               t == tiles - 1 ? last_rows : edge);
+            tile::commit_async();
+        }
+        const TileCopy copy_value(p.v_stride, p.value_width - vt * edge);
+        Position<state_stages> at;
+        int before_keys = min(state_stages, tiles);  // stages to start before the keys are waited for
         for (int base = range.first; base < range.first + range.count; base += state_teams) {
             const int heads = min(state_teams, range.first + range.count - base);
             for (int t = 0; t < tiles; ++t) {
-                ring.acquire(producer);
-                bf16* const to = stages + producer.at.stage * stage_size;
+                ring.acquire(at);
+                bf16* const to = stages + at.stage * stage_size;
                 const std::int64_t its_token = token + t * edge;
                 const int rows = t == tiles - 1 ? last_rows : edge;
-                if (base == range.first) {
-#pragma unroll
-                    for (int kt = 0; kt < KT; ++kt)
-                        (kt < KT - 1 ? copy_keys : copy_last_keys)(keys + (t * KT + kt) * area,
-                                                                   from + its_token * p.k_stride + kt * edge, rows);
-                }
                 for (int x = 0; x < heads; ++x) {
                     const int h = base + x;
                     copy_value(to + x * area, values_at(p, its_token, h, vt), rows);
-                    StateScalars& its = scalars[producer.at.stage * state_teams + x];
-                    const std::int64_t at = p.at(first + t, h);
+                    StateScalars& its = scalars[at.stage * state_teams + x];
+                    const std::int64_t place = p.at(first + t, h);
                     if (thread < edge / 4) {
-                        tile::copy_async_16(its.to_end + thread * 4, p.to_tile_end + at * edge + thread * 4, true);
+                        tile::copy_async_16(its.to_end + thread * 4, p.to_tile_end + place * edge + thread * 4, true);
                     } else if (thread == 32) {
-                        tile::copy_async<8>(&its.start, p.start + at, true);
+                        tile::copy_async<8>(&its.start, p.start + place, true);
                     } else if (thread == 64) {
                         tile::copy_async<8>(&its.end, p.chunk_end + p.at(slot, h), true);
                     } else if (thread == 96) {
-                        tile::copy_async<4>(&its.total, p.gamma + at * edge + edge - 1, true);
+                        tile::copy_async<4>(&its.total, p.gamma + place * edge + edge - 1, true);
                     }
                 }
-                ring.commit(producer);
+                ring.commit(at);
+                if (--before_keys == 0) {
+                    tile::wait_async<0>();
+                    warpgroup::fence_tiles();
+                    pipeline::arrive(&barriers.keys);
+                }
             }
         }
-        ring.finish(producer);
+        tile::commit_async();
+        tile::wait_async<0>();
         return;
     }
 
     asynchronous::claim_registers<152>();
+    pipeline::wait(&barriers.keys, 0);
     Position<state_stages> at, done;  // stages waited for, released
     const int column = thread % 4 * 2;
     bf16* const result = results + self * KT * area;
@@ -452,8 +473,20 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         ring.release(done);
     }
 
-    const int lane = tile::team_index() % 32, column = lane % 4 * 2;
+    const int thread = tile::team_index(), lane = thread % 32, column = lane % 4 * 2;
+    // Outputs leave through shared memory, a warp's 16 rows at a time, so that whole rows are written: what a thread puts
+    // there, the four pieces of rows it takes, and where they go.
     bf16* const result = results + self * area;
+    int put[tile_steps];
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k)
+        put[k] = tile::offset<bf16>(thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8, k * 16 + lane / 16 * 8);
+    const int row_taken = thread / 32 * 16 + lane / 8, v = lane % 8 * 8;
+    const int take[2] = {tile::offset<bf16>(row_taken, v), tile::offset<bf16>(row_taken + 4, v)};
+    const int rows_taken = vt * edge + v < p.value_width ? pair.rows(i) - row_taken : 0;
+    const std::int64_t row_stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+    bf16* out = p.o + (pair.token_of(i) + row_taken) * row_stride + static_cast<std::int64_t>(range.first) * p.value_width +
+                vt * edge + v;
     // Decay to this thread's rows from the tile's start, and to the tile's start from the end of a bucket, one a lane.
     float into[2], reach = 0;
     const auto prepare = [&] {
@@ -595,24 +628,18 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         head_ring.release(head_position);
         if (h + 1 < range.first + range.count) prepare();
 
-        // Through shared memory, a warp's 16 rows at a time: whole rows are written.
-        __syncwarp();  // the last head's rows have been read
+        __syncwarp();  // the last head's rows have been taken
 #pragma unroll
-        for (int k = 0; k < tile_steps; ++k) asynchronous::store_fragment(result, fragment_of(acc, k).x, k);
+        for (int k = 0; k < tile_steps; ++k) asynchronous::store_matrices<false>(result + put[k], fragment_of(acc, k).x);
         __syncwarp();
-        const int first_row = tile::team_index() / 32 * 16 + lane / 8, v = lane % 8 * 8, rows = pair.rows(i) - first_row;
-        const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-        bf16* to =
-            p.o + (pair.token_of(i) + first_row) * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge + v;
         Fragment parts[4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
-            parts[n] = *reinterpret_cast<const Fragment*>(result + tile::offset<bf16>(first_row + n * 4, v));
-        if (vt * edge + v < p.value_width) {
+        for (int n = 0; n < 4; ++n) parts[n] = *reinterpret_cast<const Fragment*>(result + take[n % 2] + n / 2 * 8 * edge);
+        bf16* to = out;
 #pragma unroll
-            for (int n = 0; n < 4; ++n)
-                if (n * 4 < rows) *reinterpret_cast<Fragment*>(to + n * 4 * stride) = parts[n];
-        }
+        for (int n = 0; n < 4; ++n, to += 4 * row_stride)
+            if (n * 4 < rows_taken) tile::store_16(to, parts[n].x);
+        out += p.value_width;
     }
 }
 
