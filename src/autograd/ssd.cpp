@@ -73,12 +73,13 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
     const Tensor scales = level_scales.defined() ? level_scales.value().contiguous() : Tensor();
     const std::int64_t key_width = q.size(-1) / groups, value_width = v.size(-1) / heads;
     Tensor o = Tensor::empty(v.shape(), dtype, v.device());
+    const auto kept = Tape::current() != nullptr ? std::make_shared<Buffer>() : nullptr;
     kernels::ssd_forward(exec_of(o), {.dtype = dtype, .sequences = layout.sequences(),
                                       .heads = heads, .groups = groups, .key_width = key_width, .value_width = value_width,
                                       .levels = levels, .chunk_size = chunk_size,
                                       .q_stride = qt.row_stride(), .k_stride = kt.row_stride(), .v_stride = vt.row_stride(),
                                       .q = qt.data(), .k = kt.data(), .v = vt.data(), .g = gt.data(),
-                                      .level_scales = scales.data(), .o = o.data()});
+                                      .level_scales = scales.data(), .o = o.data(), .kept = kept.get()});
     return record("ssd", o, {q, k, v, g, level_scales},
                   [=, dq = q.gradient(), dk = k.gradient(), dv = v.gradient(), dg = g.gradient(),
                    dscales = level_scales.gradient()](const Tensor& d_o) {
@@ -97,7 +98,7 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
                                              .v_stride = vt.row_stride(), .dq_stride = q_out.stride(),
                                              .dk_stride = k_out.stride(), .dv_stride = v_out.stride(),
                                              .q = qt.data(), .k = kt.data(), .v = vt.data(), .g = gt.data(),
-                                             .level_scales = scales.data(), .d_o = d_o.data(),
+                                             .level_scales = scales.data(), .d_o = d_o.data(), .kept = kept.get(),
                                              .dq = q_out.data(), .dk = k_out.data(), .dv = v_out.data(),
                                              .dg = g_out.data(),
                                              .dlevel_scales = scales_out ? scales_out->data() : nullptr});

@@ -7,6 +7,7 @@
 // scalars, so every chunk's output is independent once the tree is built. O(T log T) work, O(T / chunk_size) states.
 #pragma once
 
+#include "base/memory.h"
 #include "kernels/kernel.h"
 #include "kernels/levels.h"
 
@@ -25,10 +26,11 @@ struct Ssd {
     const void* g = nullptr;             // [tokens, heads], gate dtype, log decay <= 0
     const void* level_scales = nullptr;  // [tokens, heads, levels], gate dtype, or null (ssd)
     void* o = nullptr;                   // [tokens, heads, value_width] dense
+    Buffer* kept = nullptr;              // receives what ssd_backward would have to compute again; may stay empty
 };
 FENWICK_KERNEL(ssd_forward, Ssd)
 
-// Gradients of every input. States are recomputed, not stored. The decay's gradient: a pair (t, s) gives its share of
+// Gradients of every input. The decay's gradient: a pair (t, s) gives its share of
 // o_t . do_t to g of the tokens s+1 .. t. d(Gamma_t) = o_t . do_t - v_t . dv_t, whose reverse cumulative sum is dg, would
 // lose it in rounding where little is carried on; both devices sum the pairs themselves, so that nothing inexact cancels.
 struct SsdBackward {
@@ -44,6 +46,7 @@ struct SsdBackward {
     const void* g = nullptr;
     const void* level_scales = nullptr;
     const void* d_o = nullptr;  // dense
+    const Buffer* kept = nullptr;  // of ssd_forward on the same device with the same inputs; null or empty: computed again
     void* dq = nullptr;
     void* dk = nullptr;
     void* dv = nullptr;

@@ -124,7 +124,10 @@ MemoryEstimate training_memory(const ModelConfig& config, std::int64_t batch, st
     const double width = real(static_cast<std::int64_t>(size_of(compute_dtype)));
     const double gate = real(static_cast<std::int64_t>(size_of(gate_dtype(compute_dtype))));
     const Kept kept = mixer_keeps(config);
-    const double mixer = kept.activations * width + kept.gates * gate;
+    double mixer = kept.activations * width + kept.gates * gate;
+    // Mamba-2's scan on a GPU keeps a state every 256 tokens, and the sums of the decays.
+    if (is_mamba2(config.type) && compute_dtype == DType::bfloat16 && length > 256)
+        mixer += real(s.H * s.K * s.V) / 256 * width + real(s.H) * gate;
     const double norms = 2 * real(s.E) * (gate + width) + 2 * gate;  // both norms: the stream and the normed value
     const double mlp = 3 * real(s.F) * width;               // gate, up, their product
     const double block = norms + mixer + mlp;

@@ -247,6 +247,7 @@ void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier) {
     std::memset(to, 0xff, count);
     arrivals.push_back({{{to, from, count, true}}, barrier, count / 16});
 }
+bool has_ended(const Barrier* barrier, int parity) { return phase_ended(*barrier, parity); }
 void wait(const Barrier* barrier, int parity) {
     if (phase_ended(*barrier, parity)) return;
     current().barrier = barrier;

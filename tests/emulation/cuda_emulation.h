@@ -31,6 +31,9 @@ struct dim3 {
     unsigned x, y, z;
     constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
+struct uint4 {
+    unsigned x, y, z, w;
+};
 struct float2 {
     float x, y;
 };
@@ -145,6 +148,7 @@ void initialize(Barrier* barrier, int arrivals);
 void arrive(Barrier* barrier);
 void arrive_after_copies(Barrier* barrier);
 void wait(const Barrier* barrier, int parity);
+bool has_ended(const Barrier* barrier, int parity);
 // Bytes that bulk copies bring count as an arrival for each 16.
 void arrive_expecting(Barrier* barrier, int bytes);
 void copy_bulk(void* to, const void* from, int bytes, Barrier* barrier);

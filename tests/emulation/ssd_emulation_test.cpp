@@ -124,6 +124,8 @@ void check_on(int compute_capability, SsdProblem problem, double decay, DType dt
     kernels::Ssd forward{};
     set_sizes(forward);
     forward.o = o.data();
+    Buffer kept;
+    forward.kept = &kept;
     kernels::cuda::ssd_forward({}, forward);
     kernels::SsdBackward backward{};
     set_sizes(backward);
@@ -136,6 +138,18 @@ void check_on(int compute_capability, SsdProblem problem, double decay, DType dt
     backward.dg = dg.data();
     backward.dlevel_scales = dlevel_scales.data();
     kernels::cuda::ssd_backward({}, backward);
+    // The states that forward has kept are those that backward would compute.
+    const auto gradients = [&] {
+        std::vector<std::vector<double>> all;
+        for (const Array* x : {&dq, &dk, &dv, &dg, &dlevel_scales}) all.push_back(x->values());
+        return all;
+    };
+    const auto computed = gradients();
+    if (kept.bytes() > 0) {
+        backward.kept = &kept;
+        kernels::cuda::ssd_backward({}, backward);
+        EXPECT_TRUE(gradients() == computed);
+    }
 
     // Strong decays make the running sums of g large, and their float32 differences less exact.
     const double single_bound = strong > 0 ? 1e-4 : 1e-5, output_bound = dtype == DType::float32 ? single_bound : 0.01,

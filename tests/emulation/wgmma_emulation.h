@@ -13,7 +13,7 @@ struct Product {
     const std::uint32_t* a;         // fragments, or null:
     const unsigned char* shared_a;  // the warp's rows in shared memory
     const unsigned char* b;
-    bool along_rows;
+    bool along_rows, add;
 };
 struct ProductQueue {
     std::vector<Product> open;
@@ -25,14 +25,16 @@ inline ProductQueue& product_queue() {
 }
 
 template <bool AlongRows>
-void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b, int offset = 0) {
-    product_queue().open.push_back({&d[0][0], a, nullptr, reinterpret_cast<const unsigned char*>(b + offset), AlongRows});
+void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const __nv_bfloat16* b, int offset = 0, bool add = true) {
+    product_queue().open.push_back(
+        {&d[0][0], a, nullptr, reinterpret_cast<const unsigned char*>(b + offset), AlongRows, add});
 }
 template <bool AlongRows>
-void multiply(float (&d)[8][4], const __nv_bfloat16* a, const __nv_bfloat16* b) {
+void multiply(float (&d)[8][4], const __nv_bfloat16* a, const __nv_bfloat16* b, int a_offset = 0, int offset = 0,
+              bool add = true) {
     product_queue().open.push_back({&d[0][0], nullptr,
-                                    reinterpret_cast<const unsigned char*>(a + thread % 128 / 32 * 16 * 64),
-                                    reinterpret_cast<const unsigned char*>(b), AlongRows});
+                                    reinterpret_cast<const unsigned char*>(a + a_offset + thread % 128 / 32 * 16 * 64),
+                                    reinterpret_cast<const unsigned char*>(b + offset), AlongRows, add});
 }
 inline void commit() {
     ProductQueue& queue = product_queue();
@@ -70,7 +72,7 @@ inline void do_products(void* const* all) {
     for (int t = 0; t < 32; ++t)
         for (int i = 0; i < 32; ++i) {
             const int row = t / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * (t % 4) + i % 2;
-            float sum = product(t).d[i];
+            float sum = first.add ? product(t).d[i] : 0.0f;
             for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
             product(t).d[i] = sum;
         }

@@ -177,7 +177,8 @@ Results on_cpu(const Case& c, const Arrays& a) {
     return r;
 }
 
-Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
+// `keep`: backward takes the states that forward has kept.
+Results on_gpu(const Case& c, const Arrays& a, DType dtype, bool keep = false) {
     const Exec exec{gpu, detail::cuda_stream(0)};
     const auto shifted = [&](std::vector<double> values) {
         values.insert(values.begin(), static_cast<std::size_t>(c.shift), std::numeric_limits<double>::quiet_NaN());
@@ -207,6 +208,8 @@ Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
     forward.g = g.data();
     forward.level_scales = scales(level_scales);
     forward.o = o.data();
+    Buffer kept;
+    if (keep) forward.kept = &kept;
     kernels::ssd_forward(exec, forward);
     kernels::SsdBackward backward{};
     set_sizes(backward, c, a, dtype);
@@ -219,6 +222,7 @@ Results on_gpu(const Case& c, const Arrays& a, DType dtype) {
     backward.g = g.data();
     backward.level_scales = scales(level_scales);
     backward.d_o = d_o.data();
+    backward.kept = &kept;
     backward.dq = first(dq);
     backward.dk = first(dk);
     backward.dv = first(dv);
@@ -307,6 +311,15 @@ TEST_F(CudaSsd, MatchesTheCpuOnLongSequences) {
     }
 }
 
+// Chunks that read more buckets than any ring of copies has stages.
+TEST_F(CudaSsd, MatchesTheCpuWithManyBucketsAChunk) {
+    const std::int64_t length = (std::int64_t{1} << 15) - 300;
+    compare({.offsets = packed({length}), .heads = 2, .key_width = 16, .value_width = 8, .levels = 16, .decay = 0.001},
+            DType::bfloat16, 4);
+    compare({.offsets = packed({length}), .heads = 2, .key_width = 72, .value_width = 8, .levels = 16, .decay = 0.001},
+            DType::bfloat16, 5);
+}
+
 // Blocks that pass through many heads: a chunk of each document makes blocks, of which many need fewer slices of the heads.
 TEST_F(CudaSsd, MatchesTheCpuWithManyHeadsABlock) {
     std::vector<std::int64_t> lengths(400, 2);
@@ -386,6 +399,7 @@ TEST_F(CudaSsd, RepeatsBitForBit) {
             const Arrays a = random_arrays(c, dtype, 800);
             const auto first = on_gpu(c, a, dtype).bytes;
             for (int repeat = 0; repeat < 3; ++repeat) EXPECT_TRUE(first == on_gpu(c, a, dtype).bytes);
+            EXPECT_TRUE(first == on_gpu(c, a, dtype, true).bytes) << "with the states that forward has kept";
         }
 }
 

@@ -118,19 +118,22 @@ __device__ __forceinline__ void fence_products(float (&d)[8][4]) {
     hold(d);
     fence_operands();
 }
-// Queues d[64, 64] += a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b +
+// Queues d[64, 64] (+)= a[64, 16] b[16, 64]: b's rows run along its tile's rows (AlongRows) or columns, from element b +
 // offset on, a multiple of 8. (Of one b, an offset costs one addition.)
 template <bool AlongRows>
-__device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b, int offset = 0) {
+__device__ __forceinline__ void multiply(float (&d)[8][4], const std::uint32_t (&a)[4], const bf16* b, int offset = 0,
+                                         bool add = true) {
 #if defined(FENWICK_TILE_WGMMA)
-    warpgroup::wgmma_64<AlongRows>(d, a, warpgroup::wgmma_descriptor(b, static_cast<std::uint32_t>(offset) / 8));
+    warpgroup::wgmma_64<AlongRows>(d, a, warpgroup::wgmma_descriptor(b, static_cast<std::uint32_t>(offset) / 8), add);
 #endif
 }
-// The same with a in shared memory, its rows along its tile's rows, from element a on.
+// The same with a in shared memory, its rows along its tile's rows, from element a + a_offset on.
 template <bool AlongRows>
-__device__ __forceinline__ void multiply(float (&d)[8][4], const bf16* a, const bf16* b) {
+__device__ __forceinline__ void multiply(float (&d)[8][4], const bf16* a, const bf16* b, int a_offset = 0, int offset = 0,
+                                         bool add = true) {
 #if defined(FENWICK_TILE_WGMMA)
-    warpgroup::wgmma_64<AlongRows>(d, warpgroup::wgmma_descriptor(a), warpgroup::wgmma_descriptor(b));
+    warpgroup::wgmma_64<AlongRows>(d, warpgroup::wgmma_descriptor(a, static_cast<std::uint32_t>(a_offset) / 8),
+                                   warpgroup::wgmma_descriptor(b, static_cast<std::uint32_t>(offset) / 8), add);
 #endif
 }
 __device__ __forceinline__ void commit() { FENWICK_ASYNCHRONOUS("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -164,6 +167,31 @@ __device__ __forceinline__ void load_transposed(std::uint32_t (&a)[4], const bf1
 __device__ __forceinline__ void store_transposed(bf16* to, const std::uint32_t (&a)[4], int k) {
     const int thread = tile::team_index(), lane = thread % 32, matrix = lane / 8, line = lane % 8;
     store_matrices<true>(to + tile::offset<bf16>(k * 16 + matrix / 2 * 8 + line, thread / 32 * 16 + matrix % 2 * 8), a);
+}
+
+// Starts d (+)= A B as warpgroup::multiply_fragments computes it, as one group. Until that has been waited for, neither d nor
+// the fragments may be touched.
+template <bool BTransposed, int Steps>
+__device__ __forceinline__ void start_product(float (&d)[8][4], warpgroup::Fragment (&a)[Steps], const bf16* b, bool add) {
+    static_assert(!BTransposed || Steps <= edge / 16);
+#pragma unroll
+    for (int k = 0; k < Steps; ++k)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) hold_fragment(a[k].x[e]);
+    fence_products(d);
+    multiply<!BTransposed>(d, a[0].x, b, 0, add);
+#pragma unroll
+    for (int k = 1; k < Steps; ++k) multiply<!BTransposed>(d, a[k].x, b, BTransposed ? k * 16 : k * 16 * edge);
+    commit();
+}
+
+// Starts d = A B with A in shared memory too: Tiles tiles side by side times as many one below the other.
+template <int Tiles>
+__device__ __forceinline__ void start_product_of_tiles(float (&d)[8][4], const bf16* a, const bf16* b) {
+    fence_products(d);
+#pragma unroll
+    for (int k = 0; k < Tiles * edge; k += 16) multiply<true>(d, a, b, k / edge * area + k % edge, k * edge, k > 0);
+    commit();
 }
 
 }  // namespace fenwick::kernels::cuda::asynchronous

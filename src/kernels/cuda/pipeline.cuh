@@ -12,6 +12,7 @@ namespace fenwick::kernels::cuda::pipeline {
 using emulation::arrive;
 using emulation::arrive_after_copies;
 using emulation::Barrier;
+using emulation::has_ended;
 using emulation::initialize;
 using emulation::synchronize_team;
 using emulation::wait;
@@ -44,6 +45,15 @@ __device__ __forceinline__ void wait(const Barrier* barrier, int parity) {
         "@!done bra again;\n}" ::"r"(address_of(barrier)),
         "r"(parity)
         : "memory");
+}
+// Whether the phase with this parity has ended.
+__device__ __forceinline__ bool has_ended(const Barrier* barrier, int parity) {
+    int ended;
+    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.b32 %0, 1, 0, done;\n}"
+                 : "=r"(ended)
+                 : "r"(address_of(barrier)), "r"(parity)
+                 : "memory");
+    return ended != 0;
 }
 // A barrier of the caller's team of 128 threads; `id` from 1 to 15, another one for each team.
 __device__ __forceinline__ void synchronize_team(int id) {
@@ -106,36 +116,49 @@ struct Ring {
 };
 
 // Stages that wgmma reads, whose copies must be fenced by the thread that made them, when they are complete: the producer
-// reports a stage once it has started the `Ahead`-th one after it. (A fence by the consumers would wait for their own
-// stores.)
+// reports a stage once it has started the `Ahead`-th one after it, or where it would have to wait for a free stage. (A fence
+// by the consumers would wait for their own stores.)
 template <int Stages, int Ahead>
 struct TileRing : Ring<Stages> {
     static_assert(Ahead < Stages);
     struct Producer {
         Position<Stages> at;
-        int started = 0;
+        int pending = 0;  // stages that have been started but not reported
     };
-    __device__ __forceinline__ void acquire(const Producer& producer) { Ring<Stages>::acquire(producer.at); }
+    __device__ __forceinline__ void acquire(Producer& producer) {
+        prepare_wait(producer, *this, producer.at);
+        Ring<Stages>::acquire(producer.at);
+    }
+    // Before the producer may have to wait for a stage of another ring.
+    template <int Others>
+    __device__ __forceinline__ void prepare_wait(Producer& producer, const Ring<Others>& other, const Position<Others>& at) {
+        if (producer.pending > 0 && !has_ended(other.free + at.stage, at.turn ^ 1)) finish(producer);
+    }
     __device__ __forceinline__ void commit(Producer& producer) {
         tile::commit_async();
-        tile::wait_async<Ahead>();
         producer.at.advance();
-        if (++producer.started > Ahead) report(producer, Ahead);
+        if (++producer.pending > Ahead) report<Ahead>(producer);
     }
     // Reports all stages; others may follow.
-    __device__ __forceinline__ void finish(Producer& producer) {
-        tile::wait_async<0>();
-        for (int n = min(Ahead, producer.started); n > 0; --n) report(producer, n - 1);
-        producer.started = 0;
-    }
+    __device__ __forceinline__ void finish(Producer& producer) { finish_from<Ahead>(producer); }
 
 private:
-    // The stage that was started `back` stages before the last one.
-    __device__ __forceinline__ void report(const Producer& producer, int back) {
+    // The stage that was started `Back` stages before the last one: the first that has not been reported.
+    template <int Back>
+    __device__ __forceinline__ void report(Producer& producer) {
+        tile::wait_async<Back>();
         warpgroup::fence_tiles();
-        int stage = producer.at.stage - 1 - back;
+        int stage = producer.at.stage - 1 - Back;
         if (stage < 0) stage += Stages;
         arrive(this->filled + stage);
+        --producer.pending;
+    }
+    template <int Most>
+    __device__ __forceinline__ void finish_from(Producer& producer) {
+        if constexpr (Most > 0) {
+            if (producer.pending == Most) report<Most - 1>(producer);
+            finish_from<Most - 1>(producer);
+        }
     }
 };
 

@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "kernels/cuda/ssd_forward.cuh"
-#include "kernels/cuda/ssd_pipelined.cuh"
+#include "kernels/cuda/ssd_pipelined_backward.cuh"
 #include "kernels/cuda/ssd_problem.cuh"
 
 namespace fenwick::kernels::cuda {
@@ -324,49 +324,50 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
     const bool active = e < size;
     const int lane = threadIdx.x % 32, warp = block * (flat_threads / 32) + threadIdx.x / 32;
     const auto at = [&](T* base, int c) { return base + p.state_at(doc.slot + c, h) + e; };
-    float d[W], state[W], running[W], next[W], next_state[W];
+    const auto parent_of = [&](int c) { return p.log_linear ? c + (1 << trailing_ones(c)) : c + 1; };
+    float d[W];
+    Pack<T, W> next_state{}, next_grad{}, next_parent{};  // as they are: a conversion would wait for them
+    float next_parts[W];
 #pragma unroll
-    for (int i = 0; i < W; ++i) running[i] = 0;
-    // What outputs gave to the bucket of chunk c, and its state; on their way while the chunk behind it is worked on.
+    for (int i = 0; i < W; ++i) d[i] = next_parts[i] = 0;
+    const auto end = [&](int c) { return p.chunk_end[p.at(doc.slot + c, h)]; };
+    double next_end = 0, next_parent_end = 0;
+    SlotInfo next_slot = p.slot_info[doc.slot + doc.chunks - 1];
+    // What outputs gave to the bucket of chunk c, its state, and its parent's gradient if that is not the one just computed;
+    // on their way while the chunk behind it is worked on.
     const auto fetch = [&](int c) {
-        const SlotInfo slot = p.slot_info[doc.slot + c];
-        load(next_state, at(p.states, c));
-        if (slot.parts == 0) {
-            load(next, at(p.dstates, c));
-            return;
-        }
+        const SlotInfo slot = next_slot;
+        if (c > 0) next_slot = p.slot_info[doc.slot + c - 1];
+        const auto get = [](Pack<T, W>& to, const T* from) { to = *reinterpret_cast<const Pack<T, W>*>(from); };
+        get(next_state, at(p.states, c));
+        const int parent = parent_of(c);
+        next_end = end(c);
+        if (parent < doc.chunks) next_parent_end = end(parent);
+        if (parent > c + 1 && parent < doc.chunks) get(next_parent, at(p.dstates, parent));
+        if (slot.parts == 0) get(next_grad, at(p.dstates, c));
+        if (slot.parts > 0) next_grad = {};
 #pragma unroll
-        for (int i = 0; i < W; ++i) next[i] = 0;
+        for (int i = 0; i < W; ++i) next_parts[i] = 0;
         for (int part = 0; part < slot.parts; ++part) {
             float add[W];
             load(add, p.bucket_parts + p.state_at(slot.part + part, h) + e);
 #pragma unroll
-            for (int i = 0; i < W; ++i) next[i] += add[i];
+            for (int i = 0; i < W; ++i) next_parts[i] += add[i];
         }
     };
     if (active) fetch(doc.chunks - 1);
     for (int c = doc.chunks - 1; c >= 0; --c) {
-        const int parent = p.log_linear ? c + (1 << trailing_ones(c)) : c + 1;
-        const bool has_parent = parent < doc.chunks;
-        float decay = 0;
-        if (has_parent)
-            decay = __expf(static_cast<float>(p.chunk_end[p.at(doc.slot + parent, h)] - p.chunk_end[p.at(doc.slot + c, h)]));
         float sum = 0;
         if (active) {
-            if (has_parent && p.log_linear) load(running, at(p.dstates, parent));
+            const int parent = parent_of(c);
+            const float decay = parent < doc.chunks ? __expf(static_cast<float>(next_parent_end - next_end)) : 0.0f;
 #pragma unroll
             for (int i = 0; i < W; ++i) {
-                d[i] = next[i];
-                state[i] = next_state[i];
+                const float from_parent = decay * (parent == c + 1 ? d[i] : convert<float>(next_parent.values[i]));
+                d[i] = convert<float>(next_grad.values[i]) + next_parts[i] + from_parent;
+                if (parent < doc.chunks) sum += convert<float>(next_state.values[i]) * from_parent;
             }
             if (c > 0) fetch(c - 1);
-#pragma unroll
-            for (int i = 0; i < W; ++i) {
-                const float from_parent = has_parent ? decay * running[i] : 0.0f;
-                d[i] += from_parent;
-                sum += state[i] * from_parent;
-                if (!p.log_linear) running[i] = d[i];
-            }
             store(at(p.dstates, c), d);
         }
         sum = team_sum(sum);
@@ -959,10 +960,10 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 && KT <= 2 ? 3 : 1) ke
     for (int kt = 0; kt < KT; ++kt) store_clipped(total[kt], out + kt * area, edge, edge, edge, true);
 }
 
-// Adds the slices, and the part of dq (or dk) inside the chunk. Grid: tiles, key tiles, groups.
+// Adds the slices, and the part of dq (or dk) inside the chunk. Grid: tiles, groups.
 template <class T, bool Queries>
-__global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int key_tiles) {
-    const int tile_id = blockIdx.x, kt = blockIdx.y, group = blockIdx.z;
+__global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p) {
+    const int tile_id = blockIdx.x, group = blockIdx.y;
     const TileInfo info = p.tile_info[tile_id];
     const int i = info.index % tiles_per_chunk;
     T* const grads = reinterpret_cast<T*>(tile::shared_memory());  // gradients of the scores of up to 4 tiles
@@ -970,126 +971,143 @@ __global__ void __launch_bounds__(threads) finish_gradients(Problem<T> p, int ke
     const int first = Queries ? -i : 0;  // tiles of the chunk before this one (queries) or from it on (keys), and itself
     const int last = Queries ? 0 : min(tiles_per_chunk - i, info.document_tiles - info.index) - 1;
     const int first_slice = group * p.slices;
-    for (int m = first; m <= last; ++m) {
-        const TileInfo its = p.tile_info[tile_id + m];
-        load_keys(p, others + (m - first) * area, !Queries, its.token, its.rows, group, kt);
-    }
-    tile::commit_async();
-    Accumulator acc;
-    acc.clear();
-    for (int s = 0; s < p.slices; ++s) {
-        const float* const part = (Queries ? p.dq_parts : p.dk_parts) +
-                                  ((static_cast<std::int64_t>(first_slice + s) * p.tiles + tile_id) * key_tiles + kt) * area;
-        acc.for_pairs([&](int row, int col, float& a, float& b, int) {
-            const float2 x = tile::load_pair(part + row * edge + col);
-            a += x.x;
-            b += x.y;
-        });
-    }
-    for (int m = first; m <= last; ++m) {
-        const int query_tile = Queries ? tile_id : tile_id + m, column = Queries ? i + m : i;
-        constexpr int width = 4, passes = area / (width * threads);
-        float sums[passes][width];
+    for (int kt = 0; kt * edge < p.key_width; ++kt) {
+        if (kt > 0) __syncthreads();  // the last ones have been read
+        for (int m = first; m <= last; ++m) {
+            const TileInfo its = p.tile_info[tile_id + m];
+            load_keys(p, others + (m - first) * area, !Queries, its.token, its.rows, group, kt);
+        }
+        tile::commit_async();
+        for (int m = first; kt == 0 && m <= last; ++m) {
+            const int query_tile = Queries ? tile_id : tile_id + m, column = Queries ? i + m : i;
+            constexpr int width = 4, passes = area / (width * threads);
+            float sums[passes][width];
 #pragma unroll
-        for (int n = 0; n < passes; ++n)
+            for (int n = 0; n < passes; ++n)
 #pragma unroll
-            for (int e = 0; e < width; ++e) sums[n][e] = 0;
-        const int start = static_cast<int>(threadIdx.x) * width;
-        for (int s = 0; s < p.slices; ++s) {
-            const float* const part =
-                p.score_grad +
-                ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area +
-                start;
+                for (int e = 0; e < width; ++e) sums[n][e] = 0;
+            const int start = static_cast<int>(threadIdx.x) * width;
+            for (int s = 0; s < p.slices; ++s) {
+                const float* const part =
+                    p.score_grad +
+                    ((static_cast<std::int64_t>(first_slice + s) * p.tiles + query_tile) * tiles_per_chunk + column) * area +
+                    start;
+#pragma unroll
+                for (int n = 0; n < passes; ++n) {
+                    float x[width];
+                    load(x, part + n * width * threads);
+#pragma unroll
+                    for (int e = 0; e < width; ++e) sums[n][e] += x[e];
+                }
+            }
+            T* const to = grads + (m - first) * area;
 #pragma unroll
             for (int n = 0; n < passes; ++n) {
-                float x[width];
-                load(x, part + n * width * threads);
-#pragma unroll
-                for (int e = 0; e < width; ++e) sums[n][e] += x[e];
+                const int x = start + n * width * threads, at = tile::offset<T>(x / edge, x % edge);
+                tile::store_pair(to + at, sums[n][0], sums[n][1]);
+                tile::store_pair(to + at + 2, sums[n][2], sums[n][3]);
             }
         }
-        T* const to = grads + (m - first) * area;
-#pragma unroll
-        for (int n = 0; n < passes; ++n) {
-            const int x = start + n * width * threads, at = tile::offset<T>(x / edge, x % edge);
-            tile::store_pair(to + at, sums[n][0], sums[n][1]);
-            tile::store_pair(to + at + 2, sums[n][2], sums[n][3]);
+        Accumulator acc;
+        acc.clear();
+        for (int s = 0; s < p.slices; ++s) {
+            const float* const part =
+                (Queries ? p.dq_parts : p.dk_parts) +
+                ((static_cast<std::int64_t>(first_slice + s) * p.tiles + tile_id) * p.key_tiles + kt) * area;
+            acc.for_pairs([&](int row, int col, float& a, float& b, int) {
+                const float2 x = tile::load_pair(part + row * edge + col);
+                a += x.x;
+                b += x.y;
+            });
         }
+        wait_for_tiles();
+        for (int n = 0; n <= last - first; ++n)
+            warpgroup::multiply<!Queries, false>(acc, grads + n * area, others + n * area, Unscaled{});
+        const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
+        store_clipped(
+            acc, (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
+            stride, info.rows, p.key_width - kt * edge, Queries ? p.paired_dq : p.paired_dk);
     }
-    wait_for_tiles();
-    for (int n = 0; n <= last - first; ++n)
-        warpgroup::multiply<!Queries, false>(acc, grads + n * area, others + n * area, Unscaled{});
-    const std::int64_t stride = Queries ? p.dq_stride : p.dk_stride;
-    store_clipped(acc,
-                  (Queries ? p.dq : p.dk) + info.token * stride + static_cast<std::int64_t>(group) * p.key_width + kt * edge,
-                  stride, info.rows, p.key_width - kt * edge, Queries ? p.paired_dq : p.paired_dk);
+}
+
+constexpr int fold_heads = 4;  // of a block, a warp each: their level scales are neighbours in memory
+
+inline std::size_t fold_shared(int levels) {
+    return static_cast<std::size_t>(edge) * static_cast<std::size_t>(fold_heads * levels | 1) * sizeof(float);
 }
 
 // From the gradients of every level's scale: dlevel_scales (levels beyond the last column are added to it), received and
-// tile_flow. Grid: tiles, heads.
+// tile_flow. Grid: tiles, heads / 4.
 template <class T>
-__global__ void __launch_bounds__(threads) fold_scale_gradients(Problem<T> p) {
-    const int tile_id = blockIdx.x, h = blockIdx.y, tid = threadIdx.x;
+__global__ void __launch_bounds__(fold_heads * 32) fold_scale_gradients(Problem<T> p) {
+    const int tile_id = blockIdx.x, first = static_cast<int>(blockIdx.y) * fold_heads, tid = threadIdx.x;
     const TileInfo info = p.tile_info[tile_id];
-    const int stride = p.levels | 1;                                     // of the scales: an odd number, no bank conflicts
-    float* const all = reinterpret_cast<float*>(tile::shared_memory());  // [all_levels][65]
-    float* const scales = all + p.all_levels * (edge + 1);               // [64][levels]
-    float* const halves = scales + edge * stride;                        // [32][2]
-    // 16 threads a token.
-    const int row = tid / 16;
+    const int heads = min(fold_heads, p.heads - first), columns = heads * p.levels, stride = columns | 1;
+    float* const scales = reinterpret_cast<float*>(tile::shared_memory());  // [64][stride]; their gradients replace them
     const std::int64_t global_stride = static_cast<std::int64_t>(p.heads) * p.levels;
-    const std::int64_t global_start = (info.token * p.heads + h) * p.levels + row * global_stride;
-    constexpr int passes = edge * 16 / threads;
-    for (int l = tid % 16; l < p.levels; l += 16) {
-        const float* from = p.level_scales + global_start + l;
-#pragma unroll
-        for (int n = 0; n < passes; ++n, from += threads / 16 * global_stride)
-            if (row + n * (threads / 16) < info.rows) scales[(row + n * (threads / 16)) * stride + l] = *from;
-    }
-    constexpr int batch = 8;  // loads in flight
-    for (int first = tid / edge; first < p.all_levels; first += batch * threads / edge) {
-        float x[batch];
+    const std::int64_t global_start = info.token * global_stride + static_cast<std::int64_t>(first) * p.levels;
+    constexpr int rows_at_once = fold_heads * 32 / edge;
+    for (int c = tid % edge; c < columns; c += edge)
+        for (int t = tid / edge; t < info.rows; t += rows_at_once)
+            tile::copy_async<4>(scales + t * stride + c, p.level_scales + global_start + t * global_stride + c, true);
+    tile::commit_async();
+
+    const int lane = tid % 32, warp = tid / 32, h = first + warp;  // a lane has the tokens lane and lane + 32
+    constexpr int batch = 8;                                       // levels on their way at once
+    float sums[2] = {0, 0}, last[2] = {0, 0};
+    for (int base = 0; base < p.all_levels; base += batch) {
+        float x[batch][2];
 #pragma unroll
         for (int n = 0; n < batch; ++n) {
-            const int l = first + n * threads / edge;
-            x[n] = l < p.all_levels && sees_level(p, info.index, l) ? p.dscales_at(tile_id, h, l)[tid % edge] : 0.0f;
+            const int l = base + n;
+            const bool seen = warp < heads && l < p.all_levels && sees_level(p, info.index, l);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) x[n][r] = seen ? p.dscales_at(tile_id, h, l)[lane + 32 * r] : 0.0f;
         }
+        if (base == 0) {
+            tile::wait_async<0>();
+            __syncthreads();
+        }
+        if (warp >= heads) continue;
 #pragma unroll
         for (int n = 0; n < batch; ++n) {
-            const int l = first + n * threads / edge;
-            if (l < p.all_levels) all[l * (edge + 1) + tid % edge] = x[n];
+            const int l = base + n;
+            if (l >= p.all_levels) continue;
+            float terms = 0;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int t = lane + 32 * r;
+                if (t >= info.rows) continue;
+                float term = x[n][r];
+                if (p.log_linear) {
+                    float& scale = scales[t * stride + warp * p.levels + min(l, p.levels - 1)];
+                    term *= scale;
+                    last[r] += l >= p.levels - 1 ? x[n][r] : 0.0f;
+                    if (l < p.levels - 1) scale = x[n][r];
+                }
+                if (l > 0) sums[r] += term;
+                terms += term;
+            }
+            if (l < chunk_levels || !sees_level(p, info.index, l)) continue;
+            terms = team_sum(terms);
+            if (lane == 0) p.tile_flow[p.at(tile_id, h) * 32 + l - chunk_levels] = terms;
+        }
+    }
+    if (warp < heads) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            p.received[p.at(tile_id, h) * edge + lane + 32 * r] = sums[r];
+            if (!p.log_linear) continue;
+            float* const row = scales + (lane + 32 * r) * stride + warp * p.levels;
+            for (int l = p.all_levels; l < p.levels - 1; ++l) row[l] = 0.0f;
+            row[p.levels - 1] = last[r];
         }
     }
     __syncthreads();
-    if (tid < edge) {
-        float sum = 0;
-        for (int l = 1; l < p.all_levels; ++l) {
-            if (!sees_level(p, info.index, l)) continue;
-            float term = 0;
-            if (tid < info.rows)
-                term = all[l * (edge + 1) + tid] * (p.log_linear ? scales[tid * stride + min(l, p.levels - 1)] : 1.0f);
-            sum += term;
-            if (l < chunk_levels) continue;
-            term = team_sum(term);
-            if (tid % 32 == 0) halves[(l - chunk_levels) * 2 + tid / 32] = term;
-        }
-        p.received[p.at(tile_id, h) * edge + tid] = sum;
-    }
-    __syncthreads();
-    if (tid < p.all_levels - chunk_levels && sees_level(p, info.index, chunk_levels + tid))
-        p.tile_flow[p.at(tile_id, h) * 32 + tid] = halves[2 * tid] + halves[2 * tid + 1];
-    for (int l = tid % 16; l < p.levels; l += 16) {
-        float* to = p.dlevel_scales + global_start + l;
-#pragma unroll
-        for (int n = 0; n < passes; ++n, to += threads / 16 * global_stride) {
-            const int t = row + n * (threads / 16);
-            if (t >= info.rows) break;
-            float sum = l < p.all_levels ? all[l * (edge + 1) + t] : 0.0f;
-            if (l == p.levels - 1)
-                for (int x = l + 1; x < p.all_levels; ++x) sum += all[x * (edge + 1) + t];
-            *to = sum;
-        }
-    }
+    for (int c = tid % edge; c < columns; c += edge)
+#pragma unroll 8
+        for (int t = tid / edge; t < info.rows; t += rows_at_once)
+            p.dlevel_scales[global_start + t * global_stride + c] = scales[t * stride + c];
 }
 
 // level_flow. A thread for each (slot, head, bit).
@@ -1137,23 +1155,23 @@ __global__ void __launch_bounds__(threads) sum_flow(Problem<T> p) {
 // dg of a chunk. A term P(t, s) belongs to g of the tokens s + 1 .. t:
 //   t and s in the chunk: suffix sums of what t receives minus what s gives: the same float32 terms, so that they cancel;
 //   only t: suffix sums of what it receives; only s: prefix sums of what it gives; neither: `whole`.
-// A warp for each (slot, head); lane = 8 tokens.
+// A warp for each (slot, head), lane = 8 tokens; heads that are neighbours in memory are written together. Grid: slots,
+// heads / 8.
+constexpr int gradient_heads = 8;
 template <class T>
-__global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
-    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * (threads / 32) + threadIdx.x / 32;
-    if (id >= static_cast<std::int64_t>(p.slots) * p.heads) return;
-    const int lane = threadIdx.x % 32, h = static_cast<int>(id % p.heads);
-    const SlotInfo slot = p.slot_info[id / p.heads];
+__global__ void __launch_bounds__(gradient_heads * 32) decay_gradients(Problem<T> p) {
+    __shared__ float results[tiles_per_chunk * edge][gradient_heads + 1];
+    const int first = static_cast<int>(blockIdx.y) * gradient_heads, heads = min(gradient_heads, p.heads - first);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = min(first + warp, p.heads - 1);
+    const std::int64_t id = static_cast<std::int64_t>(blockIdx.x) * p.heads + h;
+    const SlotInfo slot = p.slot_info[blockIdx.x];
     const int m = lane / 8, t0 = lane % 8 * 8;
     float x[8], given[8];
     int rows = 0;
-    std::int64_t token = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = given[i] = 0;
     if (m < slot.tiles) {
-        const TileInfo info = p.tile_info[slot.tile + m];
-        rows = info.rows;
-        token = info.token;
+        rows = p.tile_info[slot.tile + m].rows;
         const std::int64_t at = p.at(slot.tile + m, h);
         load(x, p.received + at * edge + t0);
         load(given, p.given_far + at * edge + t0);
@@ -1189,8 +1207,13 @@ __global__ void __launch_bounds__(threads) decay_gradients(Problem<T> p) {
     if (lane == 0) before = 0;
     behind += before + p.whole[id];
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (t0 + i < rows) p.dg[(token + t0 + i) * p.heads + h] = x[i] + given[i] + behind;
+    for (int i = 0; i < 8; ++i) results[lane * 8 + i][warp] = x[i] + given[i] + behind;
+    __syncthreads();
+    const std::int64_t token = p.tile_info[slot.tile].token;
+    const int tokens = (slot.tiles - 1) * edge + p.tile_info[slot.tile + slot.tiles - 1].rows;
+    const int its = static_cast<int>(threadIdx.x) % gradient_heads;
+    for (int t = static_cast<int>(threadIdx.x) / gradient_heads; t < tokens && its < heads; t += 32)
+        p.dg[(token + t) * p.heads + first + its] = results[t][its];
 }
 
 // ---- host ------------------------------------------------------------------------------------------------------------
@@ -1305,10 +1328,15 @@ public:
         entries_.push_back({[pointer](void* at) { *pointer = static_cast<E*>(at); }, total_});
         total_ += round_up(count * static_cast<std::int64_t>(sizeof(E)), 256);
     }
-    void allocate(const Exec& exec) {
-        buffer_ = workspace(exec, total_);
-        for (auto& entry : entries_) entry.set(buffer_.as<unsigned char>() + entry.offset);
+    void allocate(const Exec& exec, MemoryKind kind = MemoryKind::workspace) {
+        buffer_ = Buffer(exec.device, static_cast<std::size_t>(total_), kind);
+        place(buffer_);
     }
+    // Into memory that another arena of the same sizes has allocated.
+    void place(const Buffer& buffer) const {
+        for (auto& entry : entries_) entry.set(buffer.as<unsigned char>() + entry.offset);
+    }
+    Buffer release() { return std::move(buffer_); }
 
 private:
     struct Entry {
@@ -1466,18 +1494,18 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
     if constexpr (std::is_same_v<T, tile::bf16>) {
         if (fits_pipelined(exec, p) && (!Reader || p.wide_o)) {
             Problem<T> sliced = p;
-            const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, outer_teams));
+            const int per_group = p.heads / p.groups, teams = static_cast<int>(ceil_div(per_group, state_teams));
             // Whole teams of heads a slice.
             const int slices = std::min(slices_of(p, jobs, Reader ? enough_pipelined_blocks : enough_state_blocks), teams);
-            sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * outer_teams));
+            sliced.slices = static_cast<int>(ceil_div(per_group, ceil_div(teams, slices) * state_teams));
             return dispatch_pipelined(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
                 const dim3 grid(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles);
                 if constexpr (Reader) {
-                    launch_blocks(op, exec, pipelined_outer_products<KT, true>, grid, outer_threads,
-                                  pipelined_outer_shared<KT>(), sliced);
+                    static_assert(bucket_teams == state_teams);
+                    launch_blocks(op, exec, bucket_gradients<KT>, grid, bucket_threads, bucket_gradient_shared<KT>(),
+                                  sliced);
                 } else {
-                    static_assert(state_teams == outer_teams);
                     launch_blocks(op, exec, chunk_states<KT>, grid, state_threads, chunk_state_shared<KT>(), sliced);
                 }
             });
@@ -1523,8 +1551,10 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
         p.skip_last = true;
         Arena arena;
         add_state_workspace(arena, p);
-        arena.allocate(exec);
+        const bool keep = args.kept != nullptr && p.slots > p.documents;  // without states it is not worth its memory
+        arena.allocate(exec, keep ? MemoryKind::activations : MemoryKind::workspace);
         build_states(op, exec, p);
+        if (keep) *args.kept = arena.release();
         if constexpr (std::is_same_v<T, tile::bf16>) {
             if (fits_pipelined(exec, p) && p.wide_o) {
                 Problem<T> sliced = p;
@@ -1573,12 +1603,15 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         p.paired_dq = is_paired(sizeof(T), args.dq, {args.dq_stride, args.key_width});
         p.paired_dk = is_paired(sizeof(T), args.dk, {args.dk_stride, args.key_width});
         p.paired_dv = is_paired(sizeof(T), args.dv, {args.dv_stride, args.value_width});
+        bool pipelined = false;
+        if constexpr (std::is_same_v<T, tile::bf16>) pipelined = fits_pipelined(exec, p) && p.value_tiles == 1 && p.wide_o;
+        if (pipelined) p.slices = slices_of(p, p.tiles, enough_pipelined_blocks);
         const FlatGrid flat = flat_grid(p);
         p.flow_warps = flat.blocks * (flat_threads / 32);
         const std::int64_t tiles = p.tiles, slots = p.slots, heads = p.heads,
                            slices = static_cast<std::int64_t>(p.groups) * p.slices;
-        Arena arena;
-        add_state_workspace(arena, p);
+        Arena states, arena;
+        add_state_workspace(states, p);
         arena.add(&p.dstates, slots * heads * p.key_width * p.value_width);
         arena.add(&p.bucket_parts, static_cast<std::int64_t>(layout->parts) * heads * p.key_width * p.value_width);
         arena.add(&p.dscales, tiles * heads * p.all_levels * edge);
@@ -1596,7 +1629,12 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
 
         const auto tile_blocks = static_cast<unsigned>(tiles), slice_blocks = static_cast<unsigned>(slices);
         const auto head_blocks = static_cast<unsigned>(heads), group_blocks = static_cast<unsigned>(p.groups);
-        build_states(op, exec, p);
+        if (args.kept != nullptr && args.kept->bytes() > 0) {
+            states.place(*args.kept);
+        } else {
+            states.allocate(exec);
+            build_states(op, exec, p);
+        }
         if (p.slots == p.documents) {
             // Only chunks of their own document: no state, no gradient of one, nothing crosses a chunk's end.
             const auto bytes =
@@ -1627,7 +1665,7 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             });
         };
         if constexpr (std::is_same_v<T, tile::bf16>) {
-            if (fits_pipelined(exec, p) && p.value_tiles == 1 && p.wide_o) {
+            if (pipelined) {
                 const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
@@ -1647,17 +1685,18 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
         } else {
             general();
         }
-        const dim3 finish(tile_blocks, static_cast<unsigned>(ceil_div(args.key_width, edge)), group_blocks);
-        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * tiles_per_chunk * area * sizeof(T), p, p.key_tiles);
-        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * tiles_per_chunk * area * sizeof(T), p, p.key_tiles);
-        launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, head_blocks),
-                     static_cast<std::size_t>(p.all_levels * (edge + 1) + edge * (p.levels | 1) + 64) * sizeof(float), p);
+        const dim3 finish(tile_blocks, group_blocks);
+        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * tiles_per_chunk * area * sizeof(T), p);
+        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * tiles_per_chunk * area * sizeof(T), p);
+        launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, blocks_for(heads, fold_heads)),
+                     fold_shared(p.levels), p);
         if (p.slots != p.documents) {
             if (p.log_linear)  // the linear scan's one bucket has no readers but the next chunk
                 launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
             launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
         }
-        launch_tiles(op, exec, decay_gradients<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
+        launch_blocks(op, exec, decay_gradients<T>, dim3(static_cast<unsigned>(slots), blocks_for(heads, gradient_heads)),
+                      gradient_heads * 32, 0, p);
     });
 }
 

@@ -44,9 +44,9 @@ __device__ __forceinline__ void wgmma_end(float (&d)[8][4]) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
-// d[64, 64] += a[64, 16] b[16, 64]; b's rows run along its tile's rows (AlongRows) or columns.
+// d[64, 64] (+)= a[64, 16] b[16, 64]; b's rows run along its tile's rows (AlongRows) or columns.
 template <bool AlongRows>
-__device__ __forceinline__ void wgmma_64(float (&d)[8][4], std::uint64_t a, std::uint64_t b) {
+__device__ __forceinline__ void wgmma_64(float (&d)[8][4], std::uint64_t a, std::uint64_t b, bool add = true) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -57,10 +57,10 @@ __device__ __forceinline__ void wgmma_64(float (&d)[8][4], std::uint64_t a, std:
           "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
           "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
           "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "l"(a), "l"(b), "r"(1), "n"(static_cast<int>(AlongRows)));
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(AlongRows)));
 }
 template <bool AlongRows>
-__device__ __forceinline__ void wgmma_64(float (&d)[8][4], const std::uint32_t (&a)[4], std::uint64_t b) {
+__device__ __forceinline__ void wgmma_64(float (&d)[8][4], const std::uint32_t (&a)[4], std::uint64_t b, bool add = true) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -71,7 +71,7 @@ __device__ __forceinline__ void wgmma_64(float (&d)[8][4], const std::uint32_t (
           "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
           "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
           "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1), "n"(static_cast<int>(AlongRows)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(AlongRows)));
 }
 #endif
 // Makes this thread's copies and writes to shared memory visible to wgmma, behind the barrier that must follow.
@@ -287,14 +287,15 @@ __device__ __forceinline__ Fragment load_fragment(const bf16* a, int k) {
 template <bool BTransposed, bool Add, int Steps>
 __device__ __forceinline__ void multiply_fragments(Accumulator& c, const Fragment (&a)[Steps], const bf16* b) {
     static_assert(!BTransposed || Steps <= edge / 16);
-    if constexpr (!Add) c.clear();
 #if defined(FENWICK_TILE_WGMMA)
     wgmma_begin(c.x);
+    wgmma_64<!BTransposed>(c.x, a[0].x, wgmma_descriptor(b), Add);
 #pragma unroll
-    for (int k = 0; k < Steps; ++k)
+    for (int k = 1; k < Steps; ++k)
         wgmma_64<!BTransposed>(c.x, a[k].x, wgmma_descriptor(b, (BTransposed ? k * 16 : k * 16 * edge) / 8));
     wgmma_end(c.x);
 #else
+    if constexpr (!Add) c.clear();
     const int lane = team_index() % 32, matrix = lane / 8, line = lane % 8;
 #pragma unroll
     for (int k = 0; k < Steps; ++k) {
