@@ -424,7 +424,7 @@ struct DecodeCommand {
     std::vector<std::string> configs, overrides;
     std::vector<std::int64_t> histories{1024, 131072};
     std::int64_t tokens = 64, batch = 1;
-    bool no_graph = false, plain = false;
+    bool no_graph = false, plain = false, operators = false;
     MeasureOptions measure;
 };
 
@@ -479,6 +479,11 @@ void run_decode(const DecodeCommand& command) {
             rows.push_back({{"config", path}, {"model", std::string(model::name_of(config.model.type))}, {"device", device_text(device)},
                             {"dtype", std::string(name_of(dtype))}, {"batch", command.batch}, {"history", history},
                             {"seconds_per_token", seconds}, {"weight_bytes", weights}, {"state_bytes", states}, {"copy_bytes_per_s", copy}});
+            if (!command.operators || !decoder) continue;
+            for (const auto& [kind, time] : decoder->time_by_kind()) {
+                print(fmt::format("  {:<26}{:>28.1f}", kind, 1e6 * time));
+                rows.back()["kinds"][kind] = time;
+            }
         }
     }
     write_json(command.measure.json, rows);
@@ -497,6 +502,7 @@ void add_decode(CLI::App& bench) {
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 16))
         ->capture_default_str();
     command->add_flag("--no-graph", options->no_graph, "Queue every kernel by itself");
+    command->add_flag("--operators", options->operators, "Then the time of each kind of launch, by itself");
     command->add_flag("--plain", options->plain, "Decode through the operators of training");
     command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
     options->measure.add_to(command);

@@ -3,7 +3,8 @@
 // Nothing here depends on the host from token to token: the position is read from the device, so that one CUDA graph
 // serves every token. Activations are float32 whatever the weights are; they are so few that their bytes do not count.
 // On CUDA a launch may begin before the one queued before it has ended (programmatic dependent launch), to load weights
-// and states ahead; it touches what that one writes only once it has ended.
+// and states ahead; it touches what that one writes only once it has ended. Ahead it also reads what a column's output needs
+// besides y (the stream that it adds to, tails, constants), so the launch right before must not write these.
 #pragma once
 
 #include "kernels/kernel.h"

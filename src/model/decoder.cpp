@@ -22,7 +22,12 @@ using kernels::DecodeColumns;
 using kernels::DecodeInput;
 using kernels::DecodeOutput;
 using kernels::DecodeProjection;
-using Launch = std::variant<DecodeProjection, kernels::DecodeSsd, kernels::DecodeGatedDeltaRule, kernels::DecodeAttention>;
+using Operator = std::variant<DecodeProjection, kernels::DecodeSsd, kernels::DecodeGatedDeltaRule, kernels::DecodeAttention>;
+
+struct Launch {
+    const char* kind;
+    Operator args;
+};
 
 void queue(const kernels::Exec& exec, const DecodeProjection& args) { kernels::decode_projection(exec, args); }
 void queue(const kernels::Exec& exec, const kernels::DecodeSsd& args) { kernels::decode_ssd(exec, args); }
@@ -232,16 +237,17 @@ struct Decoder::Implementation {
                 add_gated_deltanet(layer, matrices, state);
             else
                 add_attention(layer, matrices, state);
-            add_normed(layer + "mlp_norm.weight", matrices.gate_up,
+            add_normed("gate and up", layer + "mlp_norm.weight", matrices.gate_up,
                        {{.kind = DecodeOutput::swiglu, .columns = 2 * config.mlp_width(), .out = hidden.as<float>()}});
-            add_to_stream(matrices.down, {.input = hidden.as<float>()});
+            add_to_stream("down", matrices.down, {.input = hidden.as<float>()});
         }
-        add_normed(prefix + (is_mamba2(config.type) ? "norm_f.weight" : "norm.weight"), head,
+        add_normed("head", prefix + (is_mamba2(config.type) ? "norm_f.weight" : "norm.weight"), head,
                    {{.columns = config.vocab_size, .out = logits.as<float>()}});
     }
 
     // The norm of the stream goes into a product.
-    void add_normed(const std::string& norm, const Tensor& matrix, const std::vector<DecodeColumns>& parts) {
+    void add_normed(const char* kind, const std::string& norm, const Tensor& matrix,
+                    const std::vector<DecodeColumns>& parts) {
         DecodeProjection args{.dtype = options.weights,
                               .rows = batch,
                               .in = config.hidden_size,
@@ -252,10 +258,10 @@ struct Decoder::Implementation {
                               .input = stream.as<float>(),
                               .norm_weight = values(norm)};
         for (const DecodeColumns& part : parts) args.part[args.parts++] = part;
-        launches.emplace_back(args);
+        launches.push_back({kind, args});
     }
     // A product is added to the stream; `input` says how its input is made.
-    void add_to_stream(const Tensor& matrix, DecodeProjection input) {
+    void add_to_stream(const char* kind, const Tensor& matrix, DecodeProjection input) {
         input.dtype = options.weights;
         input.rows = batch;
         input.in = matrix.columns() * matrix.rows() / config.hidden_size;
@@ -263,7 +269,7 @@ struct Decoder::Implementation {
         input.eps = config.norm_eps;
         input.parts = 1;
         input.part[0] = {.kind = DecodeOutput::add, .columns = config.hidden_size, .out = stream.as<float>()};
-        launches.emplace_back(input);
+        launches.push_back({kind, input});
     }
     DecodeColumns convolution(std::int64_t columns, const Tensor& out, const std::string& name, const Tensor& tail) const {
         const auto bias = by_name.find(name + ".bias");
@@ -299,35 +305,36 @@ struct Decoder::Implementation {
                                          convolution(inner + 2 * keys, mixed, own + "conv1d", state.tails[0]),
                                          decay(own)};
         if (levels > 0) parts.push_back(scales(own));
-        add_normed(layer + "mixer_norm.weight", matrices.in, parts);
+        add_normed("mixer in", layer + "mixer_norm.weight", matrices.in, parts);
         const float* const u = mixed.as<float>();
-        launches.emplace_back(kernels::DecodeSsd{.rows = batch,
-                                                 .heads = H,
-                                                 .groups = config.n_groups,
-                                                 .key_width = config.state_size,
-                                                 .value_width = config.head_dim,
-                                                 .levels = levels,
-                                                 .level_capacity = state.levels.size(0),
-                                                 .position = position.as<std::int64_t>(),
-                                                 .stride = inner + 2 * keys,
-                                                 .u = u,
-                                                 .k = u + inner,
-                                                 .q = u + inner + keys,
-                                                 .step = step.as<float>(),
-                                                 .log_decay = log_decay.as<float>(),
-                                                 .level_scales = levels > 0 ? level_scales.as<float>() : nullptr,
-                                                 .skip = values(own + "D"),
-                                                 .state = state.levels.as<float>(),
-                                                 .factors = levels > 0 ? state.factors.as<float>() : nullptr,
-                                                 .last_k = levels > 0 ? state.last_k.as<float>() : nullptr,
-                                                 .last_v = levels > 0 ? state.last_v.as<float>() : nullptr,
-                                                 .o = o.as<float>()});
-        add_to_stream(matrices.out, {.input_kind = DecodeInput::gate_before,
-                                     .groups = config.n_groups,
-                                     .norm_width = inner,
-                                     .input = o.as<float>(),
-                                     .gate = gate.as<float>(),
-                                     .norm_weight = values(own + "norm.weight")});
+        launches.push_back({"states", kernels::DecodeSsd{.rows = batch,
+                                                         .heads = H,
+                                                         .groups = config.n_groups,
+                                                         .key_width = config.state_size,
+                                                         .value_width = config.head_dim,
+                                                         .levels = levels,
+                                                         .level_capacity = state.levels.size(0),
+                                                         .position = position.as<std::int64_t>(),
+                                                         .stride = inner + 2 * keys,
+                                                         .u = u,
+                                                         .k = u + inner,
+                                                         .q = u + inner + keys,
+                                                         .step = step.as<float>(),
+                                                         .log_decay = log_decay.as<float>(),
+                                                         .level_scales = levels > 0 ? level_scales.as<float>() : nullptr,
+                                                         .skip = values(own + "D"),
+                                                         .state = state.levels.as<float>(),
+                                                         .factors = levels > 0 ? state.factors.as<float>() : nullptr,
+                                                         .last_k = levels > 0 ? state.last_k.as<float>() : nullptr,
+                                                         .last_v = levels > 0 ? state.last_v.as<float>() : nullptr,
+                                                         .o = o.as<float>()}});
+        add_to_stream("mixer out", matrices.out,
+                      {.input_kind = DecodeInput::gate_before,
+                       .groups = config.n_groups,
+                       .norm_width = inner,
+                       .input = o.as<float>(),
+                       .gate = gate.as<float>(),
+                       .norm_weight = values(own + "norm.weight")});
     }
 
     void add_gated_deltanet(const std::string& layer, const LayerWeights& matrices, LayerState& state) {
@@ -340,62 +347,62 @@ struct Decoder::Implementation {
                                          {.kind = DecodeOutput::sigmoid, .columns = H, .out = beta.as<float>()},
                                          {.columns = H * V, .out = gate.as<float>()}};
         if (levels > 0) parts.push_back(scales(own));
-        add_normed(layer + "attn_norm.weight", matrices.in, parts);
-        launches.emplace_back(
-            kernels::DecodeGatedDeltaRule{.rows = batch,
-                                          .heads = H,
-                                          .key_width = K,
-                                          .value_width = V,
-                                          .levels = levels,
-                                          .level_capacity = state.levels.size(0),
-                                          .first_position = first_position,
-                                          .position = position.as<std::int64_t>(),
-                                          .q_scale = levels > 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(K)),
-                                          .q = q.as<float>(),
-                                          .k = k.as<float>(),
-                                          .v = v.as<float>(),
-                                          .log_decay = log_decay.as<float>(),
-                                          .beta = beta.as<float>(),
-                                          .level_scales = levels > 0 ? level_scales.as<float>() : nullptr,
-                                          .state = state.levels.as<float>(),
-                                          .last_k = levels > 0 ? state.last_k.as<float>() : nullptr,
-                                          .last_u = levels > 0 ? state.last_v.as<float>() : nullptr,
-                                          .o = o.as<float>()});
-        add_to_stream(matrices.out, {.input_kind = DecodeInput::gate_after,
-                                     .groups = H,
-                                     .norm_width = V,
-                                     .input = o.as<float>(),
-                                     .gate = gate.as<float>(),
-                                     .norm_weight = values(own + "o_norm.weight")});
+        add_normed("mixer in", layer + "attn_norm.weight", matrices.in, parts);
+        launches.push_back(
+            {"states", kernels::DecodeGatedDeltaRule{.rows = batch,
+                                                     .heads = H,
+                                                     .key_width = K,
+                                                     .value_width = V,
+                                                     .levels = levels,
+                                                     .level_capacity = state.levels.size(0),
+                                                     .first_position = first_position,
+                                                     .position = position.as<std::int64_t>(),
+                                                     .q_scale = levels > 0 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(K)),
+                                                     .q = q.as<float>(),
+                                                     .k = k.as<float>(),
+                                                     .v = v.as<float>(),
+                                                     .log_decay = log_decay.as<float>(),
+                                                     .beta = beta.as<float>(),
+                                                     .level_scales = levels > 0 ? level_scales.as<float>() : nullptr,
+                                                     .state = state.levels.as<float>(),
+                                                     .last_k = levels > 0 ? state.last_k.as<float>() : nullptr,
+                                                     .last_u = levels > 0 ? state.last_v.as<float>() : nullptr,
+                                                     .o = o.as<float>()}});
+        add_to_stream("mixer out", matrices.out,
+                      {.input_kind = DecodeInput::gate_after,
+                       .groups = H,
+                       .norm_width = V,
+                       .input = o.as<float>(),
+                       .gate = gate.as<float>(),
+                       .norm_weight = values(own + "o_norm.weight")});
     }
 
     void add_attention(const std::string& layer, const LayerWeights& matrices, LayerState& state) {
         const std::int64_t H = config.num_heads, G = config.kv_heads(), D = config.value_width();
-        add_normed(layer + "attn_norm.weight", matrices.in,
+        add_normed("mixer in", layer + "attn_norm.weight", matrices.in,
                    {{.columns = H * D, .out = q.as<float>()},
                     {.columns = G * D, .out = k.as<float>()},
                     {.columns = G * D, .out = v.as<float>()}});
-        launches.emplace_back(kernels::DecodeAttention{.dtype = options.weights,
-                                                       .rows = batch,
-                                                       .heads = H,
-                                                       .groups = G,
-                                                       .width = D,
-                                                       .capacity = state.keys.size(1),
-                                                       .position = position.as<std::int64_t>(),
-                                                       .turns = turns_a_token.as<double>(),
-                                                       .q = q.as<float>(),
-                                                       .k = k.as<float>(),
-                                                       .v = v.as<float>(),
-                                                       .k_cache = state.keys.data(),
-                                                       .v_cache = state.values.data(),
-                                                       .o = o.as<float>(),
-                                                       .parts = attention_parts.as<float>(),
-                                                       .arrived = arrived.as<std::int32_t>()});
-        add_to_stream(matrices.out, {.input = o.as<float>()});
+        launches.push_back({"states", kernels::DecodeAttention{.dtype = options.weights,
+                                                               .rows = batch,
+                                                               .heads = H,
+                                                               .groups = G,
+                                                               .width = D,
+                                                               .capacity = state.keys.size(1),
+                                                               .position = position.as<std::int64_t>(),
+                                                               .turns = turns_a_token.as<double>(),
+                                                               .q = q.as<float>(),
+                                                               .k = k.as<float>(),
+                                                               .v = v.as<float>(),
+                                                               .k_cache = state.keys.data(),
+                                                               .v_cache = state.values.data(),
+                                                               .o = o.as<float>(),
+                                                               .parts = attention_parts.as<float>(),
+                                                               .arrived = arrived.as<std::int32_t>()}});
+        add_to_stream("mixer out", matrices.out, {.input = o.as<float>()});
     }
 
-    void queue_token() const {
-        const kernels::Exec exec = exec_of(device);
+    void queue_embedding(const kernels::Exec& exec) const {
         kernels::embedding_forward(exec, {.dtype = DType::float32,
                                           .table_dtype = DType::float32,
                                           .rows = batch,
@@ -403,7 +410,8 @@ struct Decoder::Implementation {
                                           .ids = ids.as<std::int32_t>(),
                                           .table = embedding.data(),
                                           .y = stream.data()});
-        for (const Launch& launch : launches) std::visit([&](const auto& args) { queue(exec, args); }, launch);
+    }
+    void queue_sample(const kernels::Exec& exec) const {
         kernels::sample(exec, {.rows = batch,
                                .vocab = config.vocab_size,
                                .vocabulary = options.vocabulary > 0 ? options.vocabulary : config.vocab_size,
@@ -418,6 +426,12 @@ struct Decoder::Implementation {
                                .ids = ids.as<std::int32_t>(),
                                .drawn = static_cast<std::int32_t*>(drawn_ids->host()),
                                .history = history});
+    }
+    void queue_token() const {
+        const kernels::Exec exec = exec_of(device);
+        queue_embedding(exec);
+        for (const Launch& launch : launches) std::visit([&](const auto& args) { queue(exec, args); }, launch.args);
+        queue_sample(exec);
     }
 
     void advance() {
@@ -481,6 +495,32 @@ std::vector<std::int32_t> Decoder::drawn(std::int64_t n) {
     std::vector<std::int32_t> ids(from, from + self.batch);
     for (const auto id : ids) FENWICK_CHECK(id >= 0, "[sample] the logits are not finite");
     return ids;
+}
+
+std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
+    const Implementation& self = *implementation_;
+    const kernels::Exec exec = exec_of(self.device);
+    std::vector<std::pair<std::string, double>> times;
+    const auto time = [&](const std::string& kind, const std::function<void()>& work) {
+        constexpr int repetitions = 10;
+        const DeviceGraph graph(self.device, work);
+        graph.launch();
+        const TimeMark begin(self.device);
+        for (int i = 0; i < repetitions; ++i) graph.launch();
+        const TimeMark end(self.device);
+        times.emplace_back(kind, seconds_between(begin, end) / repetitions);
+    };
+    time("embedding", [&] { self.queue_embedding(exec); });
+    std::vector<std::string> kinds;
+    for (const Launch& launch : self.launches)
+        if (std::find(kinds.begin(), kinds.end(), launch.kind) == kinds.end()) kinds.emplace_back(launch.kind);
+    for (const auto& kind : kinds)
+        time(kind, [&] {
+            for (const Launch& launch : self.launches)
+                if (kind == launch.kind) std::visit([&](const auto& args) { queue(exec, args); }, launch.args);
+        });
+    time("sample", [&] { self.queue_sample(exec); });
+    return times;
 }
 
 Tensor Decoder::logits() const { return implementation_->logits; }

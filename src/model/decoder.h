@@ -3,6 +3,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/decode.h"
@@ -42,6 +44,9 @@ public:
 
     Tensor logits() const;          // [batch, vocab] float32, of the last advance(); overwritten by the next
     std::int64_t position() const;  // tokens taken in, queued ones included
+
+    // Seconds that the launches of one kind take of a token, each kind by itself: for benchmarks. The state is garbage then.
+    std::vector<std::pair<std::string, double>> time_by_kind();
 
 private:
     struct Implementation;

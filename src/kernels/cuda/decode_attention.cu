@@ -52,7 +52,7 @@ __device__ __forceinline__ void rotate(const DecodeAttention& a, std::int64_t t,
 
 // Grid: rows x heads, parts. Wide: rows of the cache are whole vectors of 8.
 template <class T, bool Wide>
-__global__ void __launch_bounds__(threads) decode_attention_kernel(const DecodeAttention a) {
+__global__ void __launch_bounds__(threads, 5) decode_attention_kernel(const DecodeAttention a) {
     __shared__ float q_shared[widest], k_shared[widest], joined[warps][widest + 2];
     __shared__ int is_last;
     const int thread = tile::thread_index(), lane = thread % 32, warp = thread / 32, width = static_cast<int>(a.width);
@@ -72,12 +72,13 @@ __global__ void __launch_bounds__(threads) decode_attention_kernel(const DecodeA
     const T* const keys = static_cast<const T*>(a.k_cache) + base;
     const T* const values = static_cast<const T*>(a.v_cache) + base;
     const bool active = column < width;
-    const auto fetch = [&](float(&x)[own_columns], const T* from) {
+    using Columns = Pack<std::conditional_t<Wide, T, float>, own_columns>;  // as they come: converted where they are used
+    const auto fetch = [&](Columns& x, const T* from) {
         if constexpr (Wide) {
-            load(x, from);
+            x = *reinterpret_cast<const Columns*>(from);
         } else {
 #pragma unroll
-            for (int i = 0; i < own_columns; ++i) x[i] = column + i < width ? convert<float>(from[i]) : 0.0f;
+            for (int i = 0; i < own_columns; ++i) x.values[i] = column + i < width ? convert<float>(from[i]) : 0.0f;
         }
     };
     const std::int64_t step = warps * teams;
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(threads) decode_attention_kernel(const DecodeA
     for (int i = 0; i < own_columns; ++i) q[i] = column + i < width ? q_shared[column + i] : 0.0f;
     Running state;
     for (std::int64_t block = first; block < end; block += step * keys_ahead) {
-        float k[keys_ahead][own_columns] = {}, v[keys_ahead][own_columns] = {}, score[keys_ahead];
+        Columns k[keys_ahead] = {}, v[keys_ahead] = {};
+        float score[keys_ahead];
 #pragma unroll
         for (int i = 0; i < keys_ahead; ++i) {
             const std::int64_t key = block + warp * teams + lane / team + i * step;
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(threads) decode_attention_kernel(const DecodeA
         for (int i = 0; i < keys_ahead; ++i) {
             score[i] = 0;
 #pragma unroll
-            for (int j = 0; j < own_columns; ++j) score[i] += q[j] * k[i][j];
+            for (int j = 0; j < own_columns; ++j) score[i] += q[j] * convert<float>(k[i].values[j]);
             score[i] = team_sum(score[i], team);
             if (block + warp * teams + lane / team + i * step >= end) score[i] = -INFINITY;
             largest = fmaxf(largest, score[i]);
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(threads) decode_attention_kernel(const DecodeA
             const float weight = expf(score[i] - largest);
             state.sum += weight;
 #pragma unroll
-            for (int j = 0; j < own_columns; ++j) state.o[j] += weight * v[i][j];
+            for (int j = 0; j < own_columns; ++j) state.o[j] += weight * convert<float>(v[i].values[j]);
         }
     }
     // The teams of a warp, then the warps, then the parts, always in the same order.

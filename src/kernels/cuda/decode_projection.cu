@@ -111,29 +111,68 @@ __device__ __forceinline__ const DecodeColumns& part_of(const DecodeProjection& 
     return a.part[p];
 }
 
-// Asks for what finish() will read.
-__device__ __forceinline__ void prefetch_operands(const DecodeProjection& a, std::int64_t column, std::int64_t row) {
+// What finish() needs besides y. None of it is written by the launch before, so that it can be read ahead.
+struct Operands {
+    float a[4] = {}, b[4] = {};
+};
+constexpr int usual_width = 4;  // of a convolution; others are read when they are needed
+__device__ __forceinline__ Operands load_operands(const DecodeProjection& a, std::int64_t column, std::int64_t row) {
     const DecodeColumns& part = part_of(a, column);
+    Operands x;
     switch (part.kind) {
+        case DecodeOutput::add:
+            x.a[0] = part.out[row * part.columns + column];
+            break;
         case DecodeOutput::convolution:
-            dependent::prefetch(part.taps + column * part.width);
-            for (std::int64_t i = 0; i + 1 < part.width; ++i)
-                dependent::prefetch(part.tail + (row * (part.width - 1) + i) * part.columns + column);
-            if (part.bias != nullptr) dependent::prefetch(part.bias + column);
+            if (part.width != usual_width) break;
+#pragma unroll
+            for (int i = 0; i < usual_width; ++i) x.a[i] = part.taps[column * usual_width + i];
+#pragma unroll
+            for (int i = 0; i + 1 < usual_width; ++i)
+                x.b[i] = part.tail[(row * (usual_width - 1) + i) * part.columns + column];
+            x.b[usual_width - 1] = part.bias != nullptr ? part.bias[column] : 0.0f;
             break;
         case DecodeOutput::decay:
-            dependent::prefetch(part.step_bias + column);
-            dependent::prefetch(part.a_log + column);
+            x.a[0] = part.step_bias[column];
+            x.a[1] = part.a_log[column];
             break;
         case DecodeOutput::level_scales:
-            dependent::prefetch(part.level_weight + column);
+            x.a[0] = part.level_weight[column];
             break;
         default:
             break;
     }
+    return x;
 }
 
-__device__ __forceinline__ void finish(const DecodeProjection& a, std::int64_t column, std::int64_t row, float y) {
+__device__ __forceinline__ void convolve(const DecodeColumns& part, std::int64_t column, std::int64_t row, float y,
+                                         const Operands& x) {
+    const int kept = static_cast<int>(part.width) - 1;
+    float* const tail = part.tail + row * kept * part.columns + column;
+    float sum;
+    if (part.width == usual_width) {
+        sum = x.b[usual_width - 1];
+#pragma unroll
+        for (int i = 0; i + 1 < usual_width; ++i) {
+            sum += x.a[i] * x.b[i];
+            tail[i * part.columns] = i + 2 < usual_width ? x.b[i + 1] : y;
+        }
+        sum += x.a[usual_width - 1] * y;
+    } else {
+        const float* const taps = part.taps + column * part.width;
+        sum = part.bias != nullptr ? part.bias[column] : 0.0f;
+        for (int i = 0; i < kept; ++i) {
+            sum += taps[i] * tail[i * part.columns];
+            if (i > 0) tail[(i - 1) * part.columns] = tail[i * part.columns];
+        }
+        if (kept > 0) tail[(kept - 1) * part.columns] = y;
+        sum += taps[kept] * y;
+    }
+    part.out[row * part.columns + column] = silu_of(sum);
+}
+
+__device__ __forceinline__ void finish(const DecodeProjection& a, std::int64_t column, std::int64_t row, float y,
+                                       const Operands& x) {
     const DecodeColumns& part = part_of(a, column);
     const std::int64_t at = row * part.columns + column;
     switch (part.kind) {
@@ -141,31 +180,21 @@ __device__ __forceinline__ void finish(const DecodeProjection& a, std::int64_t c
             part.out[at] = y;
             break;
         case DecodeOutput::add:
-            part.out[at] += y;
+            part.out[at] = x.a[0] + y;
             break;
         case DecodeOutput::swiglu:
-            break;  // finish_pair
-        case DecodeOutput::convolution: {
-            const float* const taps = part.taps + column * part.width;
-            const int kept = static_cast<int>(part.width) - 1;
-            float* const tail = part.tail + row * kept * part.columns + column;
-            float sum = part.bias != nullptr ? part.bias[column] : 0.0f;
-            for (int i = 0; i < kept; ++i) {
-                sum += taps[i] * tail[i * part.columns];
-                if (i > 0) tail[(i - 1) * part.columns] = tail[i * part.columns];
-            }
-            if (kept > 0) tail[(kept - 1) * part.columns] = y;
-            part.out[at] = silu_of(sum + taps[kept] * y);
+            break;  // two columns together: finish_block
+        case DecodeOutput::convolution:
+            convolve(part, column, row, y, x);
             break;
-        }
         case DecodeOutput::decay: {
-            const float step = softplus_of(y + part.step_bias[column]);
+            const float step = softplus_of(y + x.a[0]);
             part.out[at] = step;
-            part.log_decay[at] = -expf(part.a_log[column]) * step;
+            part.log_decay[at] = -expf(x.a[1]) * step;
             break;
         }
         case DecodeOutput::level_scales:
-            part.out[at] = softplus_of(part.level_weight[column] * y);
+            part.out[at] = softplus_of(x.a[0] * y);
             break;
         case DecodeOutput::sigmoid:
             part.out[at] = sigmoid_of(y);
@@ -173,10 +202,18 @@ __device__ __forceinline__ void finish(const DecodeProjection& a, std::int64_t c
     }
 }
 
+// The first element that a thread finishes of a block: its operands, to be loaded ahead.
+__device__ __forceinline__ Operands first_operands(const DecodeProjection& a, std::int64_t first_column, int columns,
+                                                   std::int64_t first_row, int count) {
+    const int e = tile::thread_index();
+    if (a.part[0].kind == DecodeOutput::swiglu || e >= columns * count) return {};
+    return load_operands(a, first_column + e / count, first_row + e % count);
+}
+
 // sums [columns, pieces, B]: the columns first_column .. + columns - 1 of the rows first_row .. + count - 1 are done with.
 template <int B>
 __device__ void finish_block(const DecodeProjection& a, const float* sums, int pieces, std::int64_t first_column,
-                             int columns, std::int64_t first_row, int count) {
+                             int columns, std::int64_t first_row, int count, Operands operands) {
     const auto total = [&](int column, int b) {
         float y = 0;
         for (int i = 0; i < pieces; ++i) y += sums[(column * pieces + i) * B + b];
@@ -191,8 +228,11 @@ __device__ void finish_block(const DecodeProjection& a, const float* sums, int p
         }
         return;
     }
-    for (int e = tile::thread_index(); e < columns * count; e += threads)
-        finish(a, first_column + e / count, first_row + e % count, total(e / count, e % count));
+    for (int e = tile::thread_index(); e < columns * count; e += threads) {
+        const std::int64_t column = first_column + e / count, row = first_row + e % count;
+        if (e >= threads) operands = load_operands(a, column, row);
+        finish(a, column, row, total(e / count, e % count), operands);
+    }
 }
 
 // The columns of this block: whole pairs, where pairs belong together.
@@ -230,8 +270,7 @@ __global__ void __launch_bounds__(most_threads)
                                  : Words{};
     };
     fetch(0);
-    for (int e = thread; e < rows * count; e += threads)
-        prefetch_operands(a, share.begin + e / count, first_row + e % count);
+    Operands operands = first_operands(a, share.begin, min(rows, kept_rows), first_row, count);
     for (int i = thread * 32; i < a.norm_width; i += threads * 32) dependent::prefetch(a.norm_weight + i);
     dependent::wait_for_predecessor();
 
@@ -271,8 +310,9 @@ __global__ void __launch_bounds__(most_threads)
             }
         }
         __syncthreads();
-        finish_block<B>(a, sums, warps, share.begin + done, here, first_row, count);
+        finish_block<B>(a, sums, warps, share.begin + done, here, first_row, count, operands);
         __syncthreads();
+        operands = first_operands(a, share.begin + done + here, min(rows - done - here, kept_rows), first_row, count);
     }
 }
 
@@ -282,7 +322,8 @@ constexpr int mma_threads = 256, mma_warps = mma_threads / 32;
 constexpr int tile_rows = 16, block_keys = 32;  // of the matrix: what two products of a warp take, 32 bytes a lane
 constexpr int batch_blocks = 2, stages = 5;     // blocks of keys that a warp asks for at once; how often it is ahead
 constexpr int ring_bytes = stages * batch_blocks * 2 * mma_threads * 16;
-constexpr int pieces = 3;  // bfloat16 numbers that make a float32 number
+constexpr int input_turns = 4, widest_mma = input_turns * mma_threads * 4;  // of x
+constexpr int pieces = 3;                                                   // bfloat16 numbers that make a float32 number
 
 // N: operands of 8 columns, each with P rows of x (1 or 2). A warp takes every mma_warps-th block of keys; lane l has of a
 // tile's rows l / 4 and l / 4 + 8 the keys 8 (l % 4) .. + 7 of the block. Which key is which does not matter, so long as x
@@ -297,10 +338,10 @@ __global__ void __launch_bounds__(mma_threads, 2)
     const int in = static_cast<int>(a.in), blocks = in / block_keys, vectors = in / 8;
     auto* const ring = reinterpret_cast<Words*>(tile::shared_memory()) + thread;  // [stages, batch_blocks, 2, threads]
     auto* const x_shared =
-        reinterpret_cast<Bfloat16*>(tile::shared_memory() + ring_bytes);            // [blocks, N, P, pieces, block_keys]
-    auto* const u_shared = reinterpret_cast<float*>(x_shared + B * pieces * in);    // [in], for a norm
-    float* const scale = u_shared + (a.input_kind == DecodeInput::plain ? 0 : in);  // [groups]
-    float* const sums = scale + round_up(a.groups, 4);                              // [kept_rows, warps, B]
+        reinterpret_cast<Bfloat16*>(tile::shared_memory() + ring_bytes);                // [blocks, N, P, pieces, block_keys]
+    auto* const squares_shared = reinterpret_cast<float*>(x_shared + B * pieces * in);  // [in / 4]
+    float* const scales = squares_shared + in / 4;                                      // [groups]
+    float* const sums = scales + round_up(a.groups, 4);                                 // [kept_rows, warps, B]
     const Share share = share_of_block(a, columns);
     const int rows = static_cast<int>(share.end - share.begin);
 
@@ -328,26 +369,87 @@ __global__ void __launch_bounds__(mma_threads, 2)
         }
     };
     for (int i = 0; i < stages; ++i) fetch();
-    for (int e = thread; e < rows * count; e += mma_threads)
-        prefetch_operands(a, share.begin + e / count, first_row + e % count);
-    for (int i = thread * 32; i < a.norm_width; i += mma_threads * 32) dependent::prefetch(a.norm_weight + i);
+    Operands operands = first_operands(a, share.begin, min(rows, kept_rows), first_row, count);
+    // Four neighbouring elements of x a thread and turn, in registers.
+    const bool normed = a.input_kind != DecodeInput::plain,
+               gated = a.input_kind == DecodeInput::gate_before || a.input_kind == DecodeInput::gate_after;
+    const auto each = [&](auto&& body) {
+#pragma unroll
+        for (int i = 0; i < input_turns; ++i)
+            if (const int at = (i * mma_threads + thread) * 4; at < in) body(i, at);
+    };
+    float norm[input_turns][4] = {};
+    if (normed)
+        each([&](int i, int at) {
+            load(norm[i], a.norm_weight + (a.norm_width == a.in ? at : at % static_cast<int>(a.norm_width)));
+        });
     dependent::wait_for_predecessor();
 
-    make_input<4>(a, first_row, count, u_shared, scale, scratch, [&](int row, int column, float value) {
-        const int block = column / block_keys, key = column % block_keys;
-        Bfloat16* const to = x_shared + (block * B + row) * pieces * block_keys + key;
+    for (int b = 0; b < count; ++b) {
+        float u[input_turns][4] = {}, z[input_turns][4] = {};
+        each([&](int i, int at) { load(u[i], a.input + (first_row + b) * a.in + at); });
+        if (gated) each([&](int i, int at) { load(z[i], a.gate + (first_row + b) * a.in + at); });
+        float squares = 0;
+        const int slice = in / static_cast<int>(a.groups);
+        if (gated)
+            each([&](int i, int) {
 #pragma unroll
-        for (int i = 0; i < pieces; ++i) {
-            const Bfloat16 piece = convert<Bfloat16>(value);
-            to[i * block_keys] = piece;
-            value -= convert<float>(piece);
+                for (int j = 0; j < 4; ++j) {
+                    z[i][j] = silu_of(z[i][j]);
+                    if (a.input_kind == DecodeInput::gate_before) u[i][j] *= z[i][j];
+                }
+            });
+        if (normed) {
+            each([&](int i, int at) {
+                float sum = 0;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum += u[i][j] * u[i][j];
+                if (a.groups > 1) squares_shared[at / 4] = sum;
+                squares += sum;
+            });
+            const auto scale_of = [&](float sum) {
+                return rsqrtf(sum / static_cast<float>(slice) + static_cast<float>(a.eps));
+            };
+            float scale = 0;
+            if (a.groups == 1) {
+                scale = scale_of(block_sum(squares, scratch));
+            } else {
+                __syncthreads();
+                for (int group = warp; group < a.groups; group += mma_warps) {
+                    float sum = 0;
+                    for (int i = lane; i < slice / 4; i += 32) sum += squares_shared[group * slice / 4 + i];
+                    sum = team_sum(sum);
+                    if (lane == 0) scales[group] = scale_of(sum);
+                }
+                __syncthreads();
+            }
+            each([&](int i, int at) {
+                const float factor = a.groups == 1 ? scale : scales[at / slice];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    u[i][j] *= factor * norm[i][j] * (a.input_kind == DecodeInput::gate_after ? z[i][j] : 1.0f);
+            });
         }
-    });
+        each([&](int i, int at) {
+            Bfloat16* const to = x_shared + (at / block_keys * B + b) * pieces * block_keys + at % block_keys;
+#pragma unroll
+            for (int piece = 0; piece < pieces; ++piece) {
+                Pack<Bfloat16, 4> values;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    values.values[j] = convert<Bfloat16>(u[i][j]);
+                    u[i][j] -= convert<float>(values.values[j]);
+                }
+                *reinterpret_cast<Pack<Bfloat16, 4>*>(to + piece * block_keys) = values;
+            }
+        });
+    }
+    __syncthreads();
 
     // Columns 0 .. 2 of an operand are the pieces of one row of x, 4 .. 6 those of another; the lane's column is `place`.
     const bool filled = place % 4 < pieces && place / 4 < P;
     const int column_offset = (place / 4 * pieces + place % 4) * block_keys + quarter * 8;
-    float c[N][4] = {};
+    float c[N][2][4] = {};                        // of every other product: one need not wait for the other
     int block = 0, row = 0, done = 0, stage = 0;  // rows before `done` are finished
     const auto multiply = [&] {
 #pragma unroll
@@ -363,8 +465,8 @@ __global__ void __launch_bounds__(mma_threads, 2)
                 if (filled && P * n + place / 4 < count)
                     x = *reinterpret_cast<const Words*>(x_shared + (((block + i) * mma_warps + warp) * N + n) * operand +
                                                         column_offset);
-                tile::mma_16x8x16(c[n], first, x.word[0], x.word[1]);
-                tile::mma_16x8x16(c[n], second, x.word[2], x.word[3]);
+                tile::mma_16x8x16(c[n][0], first, x.word[0], x.word[1]);
+                tile::mma_16x8x16(c[n][1], second, x.word[2], x.word[3]);
             }
         }
         stage = (stage + 1) % stages;
@@ -373,7 +475,8 @@ __global__ void __launch_bounds__(mma_threads, 2)
         block = 0;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            float upper = c[n][0] + c[n][1], lower = c[n][2] + c[n][3];
+            float upper = (c[n][0][0] + c[n][1][0]) + (c[n][0][1] + c[n][1][1]);
+            float lower = (c[n][0][2] + c[n][1][2]) + (c[n][0][3] + c[n][1][3]);
             upper += __shfl_xor_sync(0xffffffffu, upper, 1);
             lower += __shfl_xor_sync(0xffffffffu, lower, 1);
             if (quarter % 2 == 0 && quarter / 2 < P) {
@@ -382,7 +485,7 @@ __global__ void __launch_bounds__(mma_threads, 2)
                 sums[((row - done + place + 8) * mma_warps + warp) * B + b] = lower;
             }
 #pragma unroll
-            for (float& x : c[n]) x = 0;
+            for (int i = 0; i < 8; ++i) c[n][i / 4][i % 4] = 0;
         }
         row += tile_rows;
     };
@@ -394,8 +497,9 @@ __global__ void __launch_bounds__(mma_threads, 2)
             fetch();
         }
         __syncthreads();
-        finish_block<B>(a, sums, mma_warps, share.begin + done, here, first_row, count);
+        finish_block<B>(a, sums, mma_warps, share.begin + done, here, first_row, count, operands);
         __syncthreads();
+        operands = first_operands(a, share.begin + done + here, min(rows - done - here, kept_rows), first_row, count);
         done += here;
     }
 }
@@ -405,8 +509,7 @@ void launch_mma(const Exec& exec, const DecodeProjection& args, std::int64_t fir
     const std::int64_t blocks = dependent::multiprocessors(exec);
     const std::int64_t shared =
         ring_bytes + N * P * pieces * args.in * 2 +
-        ((args.input_kind == DecodeInput::plain ? 0 : args.in) + round_up(args.groups, 4) + kept_rows * mma_warps * N * P) *
-            static_cast<std::int64_t>(sizeof(float));
+        (args.in / 4 + round_up(args.groups, 4) + kept_rows * mma_warps * N * P) * static_cast<std::int64_t>(sizeof(float));
     dependent::launch("decode_projection", exec, projection_mma_kernel<N, P>,
                       dim3(static_cast<unsigned>(std::min(blocks, ceil_div(args.columns(), 2)))), dim3(mma_threads),
                       static_cast<std::size_t>(shared), args, args.columns(), first_row, count);
@@ -434,7 +537,7 @@ __global__ void __launch_bounds__(256)
             if (lane == 0) sums[r] = sum;
         }
         __syncthreads();
-        finish_block<1>(a, sums, 1, done, here, row, 1);
+        finish_block<1>(a, sums, 1, done, here, row, 1, first_operands(a, done, here, row, 1));
         __syncthreads();
     }
 }
@@ -463,7 +566,8 @@ void decode_projection(const Exec& exec, const DecodeProjection& args) {
                           can_use_wide({}, {args.weight, args.input, args.gate});
         // A multiple of 256, so that no warp is without keys.
         const bool tensor_cores = std::is_same_v<T, Bfloat16> && args.in % (block_keys * mma_warps) == 0 &&
-                                  args.in <= 8192 && can_use_wide({}, {args.weight, args.input, args.gate});
+                                  args.in <= widest_mma && args.norm_width % 4 == 0 && args.in / args.groups % 4 == 0 &&
+                                  can_use_wide({}, {args.weight, args.input, args.gate, args.norm_weight});
         for (std::int64_t row = 0; row < args.rows;) {
             if (tensor_cores) {
                 const int count = static_cast<int>(std::min<std::int64_t>(args.rows - row, 4));

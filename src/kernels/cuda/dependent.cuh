@@ -56,19 +56,6 @@ __device__ __forceinline__ void prefetch(const void* address) {
     (void)address;
 #endif
 }
-// The same for a multiple of 16 bytes at an address that is one. By one thread.
-__device__ __forceinline__ void prefetch(const void* from, std::int64_t bytes) {
-#if !defined(FENWICK_CUDA_EMULATION)
-    constexpr std::int64_t piece = 16384;
-    for (std::int64_t begin = 0; begin < bytes; begin += piece)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(from) + begin),
-                     "r"(static_cast<int>(bytes - begin < piece ? bytes - begin : piece)));
-#else
-    (void)from;
-    (void)bytes;
-#endif
-}
-
 // Sums N values over the lanes of a warp whose numbers differ in the bits below 32 and not below `lowest`: every such lane
 // gets the sum of value number transposed_index<N>(lane). N is a power of two, at most 32 / lowest.
 template <int N>

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(threads)
     __syncthreads();
     // The largest logit, the lower id among equals; what is not finite wins.
     unsigned long long mine = 0;
+#pragma unroll 8
     for (int i = thread; i < count; i += threads) {
         const float x = logits[i];
         const std::uint32_t bits = __float_as_uint(x == 0 ? 0.0f : x);
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(threads)
         const auto inverse = static_cast<float>(1.0 / a.temperature);
         const auto weight = [&](int i) { return static_cast<double>(expf((logits[i] - highest) * inverse)); };
         double sum = 0;
+#pragma unroll 8
         for (int i = begin; i < end; ++i) sum += weight(i);
         double total = 0;
         const double through = running_sum(sum, scratch, total), before = through - sum;
