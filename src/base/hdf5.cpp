@@ -285,15 +285,19 @@ void write_all(hid_t file, const std::string& name, hid_t type, const void* data
     close_checked(dataset, H5Dclose, path, action);
 }
 
-void create_growing(hid_t file, const std::string& name, hid_t type, std::int64_t chunk, int deflate, const std::string& path) {
+// length: of a dataset that does not grow; else -1.
+void create_chunks(hid_t file, const std::string& name, hid_t type, std::int64_t length, std::int64_t chunk, int deflate,
+                   const std::string& path) {
     const std::string action = fmt::format("dataset '{}' cannot be created", name);
     FENWICK_CHECK(chunk >= 1 && deflate >= 0 && deflate <= 9,
                   "{}: dataset '{}': chunk {} and deflate {} are asked for; at least 1 and 0 to 9 are needed", path, name, chunk,
                   deflate);
-    const hsize_t size = 0, limit = H5S_UNLIMITED, chunk_size = static_cast<hsize_t>(chunk);
+    const hsize_t size = length < 0 ? 0 : static_cast<hsize_t>(length), limit = length < 0 ? H5S_UNLIMITED : size,
+                  chunk_size = static_cast<hsize_t>(length < 0 ? chunk : std::min(chunk, length));
     const Handle space = own_space(checked(H5Screate_simple(1, &size, &limit), path, action));
     const Handle properties = dataset_properties(path);
     checked(H5Pset_chunk(properties.get(), 1, &chunk_size), path, action);
+    if (length >= 0) checked(H5Pset_alloc_time(properties.get(), H5D_ALLOC_TIME_EARLY), path, action);
     if (deflate > 0) {
         checked(H5Pset_shuffle(properties.get()), path, action);
         checked(H5Pset_deflate(properties.get(), static_cast<unsigned>(deflate)), path, action);
@@ -302,22 +306,38 @@ void create_growing(hid_t file, const std::string& name, hid_t type, std::int64_
     close_checked(dataset, H5Dclose, path, action);
 }
 
-void append_to(hid_t file, const std::string& name, hid_t type, const void* data, std::int64_t count, const std::string& path) {
+// Of a one-dimensional dataset that is long enough.
+void write_part(hid_t file, const std::string& name, hid_t type, const void* data, std::int64_t offset, std::int64_t count,
+                const std::string& path) {
     if (count == 0) return;
     const std::string action = fmt::format("dataset '{}' cannot be written", name);
     Handle dataset = open_dataset(file, name, path);
-    const auto shape = shape_of(dataset.get(), path);
-    FENWICK_CHECK(shape.size() == 1, "{}: dataset '{}' has shape {}; one dimension is needed", path, name, shape_text(shape));
-    const hsize_t start = static_cast<hsize_t>(shape[0]), size = static_cast<hsize_t>(count), end = start + size;
-    checked(H5Dset_extent(dataset.get(), &end), path, action);
     const Handle space = own_space(checked(H5Dget_space(dataset.get()), path, action));
+    const hsize_t start = static_cast<hsize_t>(offset), size = static_cast<hsize_t>(count);
     checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, action);
     const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, action));
     checked(H5Dwrite(dataset.get(), type, memory.get(), space.get(), H5P_DEFAULT, data), path, action);
     close_checked(dataset, H5Dclose, path, action);
 }
 
-// What the filters of create_growing() make of a chunk; `skipped` says which of them did not do it any good.
+void append_to(hid_t file, const std::string& name, hid_t type, const void* data, std::int64_t count,
+               const std::string& path) {
+    if (count == 0) return;
+    std::int64_t length = 0;
+    {
+        const std::string action = fmt::format("dataset '{}' cannot be written", name);
+        const Handle dataset = open_dataset(file, name, path);
+        const auto shape = shape_of(dataset.get(), path);
+        FENWICK_CHECK(shape.size() == 1, "{}: dataset '{}' has shape {}; one dimension is needed", path, name,
+                      shape_text(shape));
+        length = shape[0];
+        const hsize_t end = static_cast<hsize_t>(length + count);
+        checked(H5Dset_extent(dataset.get(), &end), path, action);
+    }
+    write_part(file, name, type, data, length, count, path);
+}
+
+// What the filters of create_chunks() make of a chunk; `skipped` says which of them did not do it any good.
 std::vector<std::uint8_t> filtered(const std::uint8_t* chunk, std::size_t bytes, std::size_t element_bytes, int deflate,
                                    std::uint32_t& skipped) {
     std::vector<std::uint8_t> shuffled(bytes), packed(bytes);
@@ -579,7 +599,19 @@ void File::write(const std::string& name, const T* data, const std::vector<std::
 template <class T>
 void File::create_appendable(const std::string& name, std::int64_t chunk, int deflate) {
     const Lock lock;
-    create_growing(file_.get(), name, native_type<T>(), chunk, deflate, path_);
+    create_chunks(file_.get(), name, native_type<T>(), -1, chunk, deflate, path_);
+}
+
+template <class T>
+void File::create_chunked(const std::string& name, std::int64_t length, std::int64_t chunk) {
+    const Lock lock;
+    create_chunks(file_.get(), name, native_type<T>(), length, chunk, 0, path_);
+}
+
+template <class T>
+void File::write_slice(const std::string& name, std::int64_t offset, const T* data, std::int64_t count) {
+    const Lock lock;
+    write_part(file_.get(), name, native_type<T>(), data, offset, count, path_);
 }
 
 template <class T>
@@ -602,7 +634,9 @@ void File::append_chunks(const std::string& name, const T* data, std::int64_t co
     template void File::write<T>(const std::string&, const T*, const std::vector<std::int64_t>&); \
     template void File::create_appendable<T>(const std::string&, std::int64_t, int);              \
     template void File::append<T>(const std::string&, const T*, std::int64_t);                    \
-    template void File::append_chunks<T>(const std::string&, const T*, std::int64_t, int)
+    template void File::append_chunks<T>(const std::string&, const T*, std::int64_t, int);        \
+    template void File::create_chunked<T>(const std::string&, std::int64_t, std::int64_t);        \
+    template void File::write_slice<T>(const std::string&, std::int64_t, const T*, std::int64_t)
 FENWICK_HDF5_TYPE(float);
 FENWICK_HDF5_TYPE(double);
 FENWICK_HDF5_TYPE(std::int64_t);

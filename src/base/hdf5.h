@@ -85,6 +85,12 @@ public:
     template <class T>
     void write(const std::string& name, const T* data, const std::vector<std::int64_t>& shape);
 
+    // A one-dimensional dataset of known length, in chunks that lie in the file one after another, for write_slice().
+    template <class T>
+    void create_chunked(const std::string& name, std::int64_t length, std::int64_t chunk);
+    template <class T>
+    void write_slice(const std::string& name, std::int64_t offset, const T* data, std::int64_t count);
+
     // A one-dimensional dataset that grows by appending; chunked, with gzip at level `deflate` (0: none).
     template <class T>
     void create_appendable(const std::string& name, std::int64_t chunk, int deflate);

@@ -145,7 +145,7 @@ void CorpusWriter::write_shard(const std::string& sources) {
     documents_->file.flush();
     const std::string name = shard_name(shards_.size()), path = staged(name);
     SpoolReader tokens(spool("tokens", shards_.size())), documents(spool("documents", shards_.size()));
-    TokenFileWriter writer(path, tokenizer_, deflate_);
+    TokenFileWriter writer(path, tokenizer_, deflate_, shard_.num_tokens);
     std::vector<char> block(1 << 20);
     std::vector<std::int32_t> ids(block.size() / static_cast<std::size_t>(token_bytes_));
     for (std::int64_t d = 0; d < shard_.num_documents; ++d) {

@@ -37,9 +37,13 @@ static_assert(std::endian::native == std::endian::little, "checksums are over li
 template <class T>
 class Column {
 public:
-    Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file)
-        : name_(std::move(name)), chunk_(chunk), batch_(deflate > 0 ? chunks_at_once * chunk : chunk) {
-        file.create_appendable<T>(name_, chunk, deflate);
+    // length: of all of it, where that is known and nothing is compressed; else -1.
+    Column(std::string name, std::int64_t chunk, int deflate, hdf5::File& file, std::int64_t length = -1)
+        : name_(std::move(name)), chunk_(chunk), batch_(deflate > 0 ? chunks_at_once * chunk : chunk), length_(length) {
+        if (length_ >= 0)
+            file.create_chunked<T>(name_, length_, chunk);
+        else
+            file.create_appendable<T>(name_, chunk, deflate);
     }
     void push(T value, hdf5::File& file) {
         push(&value, 1, file, [](std::uint32_t) {});
@@ -63,7 +67,11 @@ public:
             on_chunk(
                 crc32_of(pending_.data() + first, static_cast<std::size_t>(std::min(chunk_, count - first)) * sizeof(T)));
         const std::int64_t whole = count / chunk_ * chunk_;
-        if (whole > chunk_) {
+        if (length_ >= 0) {
+            FENWICK_CHECK(count <= length_ - written_, "[token file] '{}' was to have {} elements", name_, length_);
+            file.write_slice(name_, written_, pending_.data(), count);
+            written_ += count;
+        } else if (whole > chunk_) {
             file.append_chunks(name_, pending_.data(), whole, num_threads());
             file.append(name_, pending_.data() + whole, count - whole);
         } else {
@@ -81,7 +89,7 @@ private:
     static constexpr std::int64_t chunks_at_once = 32;  // compressed on all threads
 
     std::string name_;
-    std::int64_t chunk_, batch_;  // elements
+    std::int64_t chunk_, batch_, length_, written_ = 0;  // elements
     std::vector<T> pending_;
     std::uint32_t crc_ = 0;
 };
@@ -105,6 +113,7 @@ std::int64_t token_bytes_for(std::int64_t vocab_size) { return vocab_size <= 655
 
 struct TokenFileWriter::Implementation {
     TokenFileInfo info;
+    std::int64_t expected_tokens;
     std::string temporary;
     std::vector<std::uint8_t> definition;
     bool finished = false;
@@ -115,8 +124,8 @@ struct TokenFileWriter::Implementation {
     std::unique_ptr<Column<std::int64_t>> offsets, bytes, words;
     std::string sources = "[";  // JSON, which as objects would take much more memory
 
-    Implementation(const std::string& path, const Tokenizer& tokenizer, int deflate)
-        : temporary(path + ".tmp"), file(hdf5::File::create(temporary)) {
+    Implementation(const std::string& path, const Tokenizer& tokenizer, int deflate, std::int64_t num_tokens)
+        : expected_tokens(num_tokens), temporary(path + ".tmp"), file(hdf5::File::create(temporary)) {
         info.path = path;
         info.vocab_size = tokenizer.vocab_size();
         info.end_of_document = tokenizer.end_of_document();
@@ -126,9 +135,11 @@ struct TokenFileWriter::Implementation {
         definition.assign(bytes_of_model.begin(), bytes_of_model.end());
         try {
             if (token_bytes_for(info.vocab_size) == 2)
-                narrow = std::make_unique<Column<std::uint16_t>>("tokens", chunk_tokens, deflate, file);
+                narrow = std::make_unique<Column<std::uint16_t>>("tokens", chunk_tokens, deflate, file,
+                                                                 deflate > 0 ? -1 : num_tokens);
             else
-                wide = std::make_unique<Column<std::uint32_t>>("tokens", chunk_tokens, deflate, file);
+                wide = std::make_unique<Column<std::uint32_t>>("tokens", chunk_tokens, deflate, file,
+                                                               deflate > 0 ? -1 : num_tokens);
             chunk_checksums = std::make_unique<Column<std::uint32_t>>("token_checksums", record_chunk, 0, file);
             offsets = std::make_unique<Column<std::int64_t>>("documents/offsets", record_chunk, deflate, file);
             bytes = std::make_unique<Column<std::int64_t>>("documents/bytes", record_chunk, deflate, file);
@@ -153,8 +164,8 @@ struct TokenFileWriter::Implementation {
     }
 };
 
-TokenFileWriter::TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate)
-    : implementation_(std::make_unique<Implementation>(path, tokenizer, deflate)) {}
+TokenFileWriter::TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate, std::int64_t num_tokens)
+    : implementation_(std::make_unique<Implementation>(path, tokenizer, deflate, num_tokens)) {}
 TokenFileWriter::~TokenFileWriter() = default;
 
 void TokenFileWriter::append(const std::int32_t* ids, std::int64_t count) {
@@ -186,6 +197,8 @@ TokenFileInfo TokenFileWriter::finish() {
     const TokenFileInfo& info = self.info;
     hdf5::File& file = self.file;
     FENWICK_CHECK(info.num_documents > 0, "{}: no document to write; the text is empty", info.path);
+    FENWICK_CHECK(self.expected_tokens < 0 || info.num_tokens == self.expected_tokens,
+                  "{}: {} tokens were announced, {} came", info.path, self.expected_tokens, info.num_tokens);
     const auto keep_checksum = [&](std::uint32_t crc) { self.chunk_checksums->push(crc, file); };
     if (self.narrow)
         self.narrow->flush(file, keep_checksum);
@@ -258,6 +271,8 @@ struct TokenFile::Implementation {
     // Where the file holds each chunk as it is, once it has been found right; -1 before, and for chunks that are compressed.
     std::vector<std::atomic<std::int64_t>> positions;
     int descriptor = -1;
+    std::once_flag first_is_known;
+    std::int64_t first_position = -1;
 
     // A list with one element a document, read when it is first asked for: a corpus of many shards opens quickly and needs
     // memory for those lists alone that are used.
@@ -380,14 +395,29 @@ struct TokenFile::Implementation {
         return data;
     }
 
+    std::int64_t find_position(std::int64_t first) const {
+        return token_bytes == 2 ? file.position_of_chunk<std::uint16_t>("tokens", first)
+                                : file.position_of_chunk<std::uint32_t>("tokens", first);
+    }
+
+    // The library looks for a chunk's place from the first one on, which over a large file would take the square of its
+    // length; but where the number of tokens was known when the file was written, all chunks follow the first. What is found
+    // in a place is compared, so that a wrong guess does no harm.
     void note_position(std::int64_t index, const std::vector<std::uint8_t>& contents) {
-        const std::int64_t first = index * chunk_size;
-        const std::int64_t position = token_bytes == 2 ? file.position_of_chunk<std::uint16_t>("tokens", first)
-                                                       : file.position_of_chunk<std::uint32_t>("tokens", first);
-        if (position < 0) return;
+        std::call_once(first_is_known, [&] { first_position = find_position(0); });
+        if (first_position < 0) return;
         std::vector<std::uint8_t> stored(contents.size());
-        if (::pread(descriptor, stored.data(), stored.size(), position) == static_cast<ssize_t>(stored.size()) && stored == contents)
-            positions[static_cast<std::size_t>(index)].store(position, std::memory_order_relaxed);
+        const auto is_at = [&](std::int64_t position) {
+            return position >= 0 &&
+                   ::pread(descriptor, stored.data(), stored.size(), position) == static_cast<ssize_t>(stored.size()) &&
+                   stored == contents;
+        };
+        std::int64_t position = first_position + index * chunk_size * token_bytes;
+        if (!is_at(position)) {
+            position = find_position(index * chunk_size);
+            if (!is_at(position)) return;
+        }
+        positions[static_cast<std::size_t>(index)].store(position, std::memory_order_relaxed);
     }
 
     Chunk chunk(std::int64_t index) {

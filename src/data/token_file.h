@@ -70,8 +70,9 @@ private:
 // destroyed before finish() leaves nothing behind. The same calls give the same bytes.
 class TokenFileWriter {
 public:
-    // deflate: 0 (none) to 9.
-    TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate = 0);
+    // deflate: 0 (none) to 9. num_tokens: of the whole, ends of documents included, where that is known, for the file to be
+    // read faster: exactly so many are then to be written.
+    TokenFileWriter(const std::string& path, const Tokenizer& tokenizer, int deflate = 0, std::int64_t num_tokens = -1);
     ~TokenFileWriter();
     TokenFileWriter(const TokenFileWriter&) = delete;
     TokenFileWriter& operator=(const TokenFileWriter&) = delete;

@@ -44,13 +44,20 @@ struct Written {
     std::vector<std::int64_t> offsets{0}, bytes, words;
 };
 
-Written write(const std::string& path, const Tokenizer& tokenizer, std::int64_t documents, int deflate, std::int64_t longest = 5000) {
-    TokenFileWriter writer(path, tokenizer, deflate);
+Written write(const std::string& path, const Tokenizer& tokenizer, std::int64_t documents, int deflate,
+              std::int64_t longest = 5000, bool is_length_known = true) {
     Random random(3);
     Written written;
-    for (std::int64_t d = 0; d < documents; ++d) {
-        std::vector<std::int32_t> ids(random.below(static_cast<std::uint64_t>(longest)));
+    std::vector<std::vector<std::int32_t>> texts(static_cast<std::size_t>(documents));
+    std::int64_t tokens = documents;
+    for (auto& ids : texts) {
+        ids.resize(random.below(static_cast<std::uint64_t>(longest)));
         for (auto& id : ids) id = static_cast<std::int32_t>(random.below(static_cast<std::uint64_t>(tokenizer.vocab_size() - 1)));
+        tokens += static_cast<std::int64_t>(ids.size());
+    }
+    TokenFileWriter writer(path, tokenizer, deflate, is_length_known ? tokens : -1);
+    for (std::int64_t d = 0; d < documents; ++d) {
+        const auto& ids = texts[static_cast<std::size_t>(d)];
         const auto half = static_cast<std::int64_t>(ids.size() / 2);
         writer.append(ids.data(), half);
         writer.append(ids.data() + half, static_cast<std::int64_t>(ids.size()) - half);
@@ -118,6 +125,10 @@ TEST_P(TokenFiles, RoundTrip) {
     // The digest does not ask how the file is stored, and differs where its contents do.
     write(folder / "b.h5", tokenizer, documents, deflate == 0 ? 9 : 0);
     EXPECT_EQ(file.digest(), TokenFile(folder / "b.h5").digest());
+    write(folder / "b.h5", tokenizer, documents, deflate, 5000, false);
+    EXPECT_EQ(file.digest(), TokenFile(folder / "b.h5").digest());
+    TokenFile(folder / "b.h5").read(0, file.info().num_tokens, all.data());
+    EXPECT_EQ(all, written.tokens);
     write(folder / "b.h5", tokenizer, documents + 1, deflate);
     EXPECT_NE(file.digest(), TokenFile(folder / "b.h5").digest());
 }
@@ -193,7 +204,7 @@ TEST(TokenFile, NoDamagedByteGivesOtherTokens) {
     std::vector<std::pair<std::size_t, std::size_t>> contents;  // where they are, and how many bytes
     {
         const auto file = hdf5::File::open(path);
-        contents.emplace_back(file.position_of_chunk<std::uint16_t>("tokens", 0), 2 << 15);
+        contents.emplace_back(file.position_of_chunk<std::uint16_t>("tokens", 0), 2 * written.tokens.size());
         contents.emplace_back(file.position_of_chunk<std::uint32_t>("token_checksums", 0), 4 << 12);
         for (const char* name : {"documents/offsets", "documents/bytes", "documents/words"})
             contents.emplace_back(file.position_of_chunk<std::int64_t>(name, 0), 8 << 12);
