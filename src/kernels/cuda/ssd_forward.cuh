@@ -260,7 +260,8 @@ struct OutputScalars {
     };
     __device__ __forceinline__ Scales scales_of(int row) const { return {scales() + row * stride, 8 * stride}; }
 
-    // Copies of the producer.
+    // Copies of the producer. Whole: of two whole tiles.
+    template <bool Whole>
     __device__ __forceinline__ void load(const Problem<bf16>& p, const Pair& pair, int h, const LiveBucket* buckets,
                                          int live) const {
         const int thread = tile::team_index(), last = pair.first + pair.count - 1;
@@ -287,9 +288,16 @@ struct OutputScalars {
             const float* from =
                 p.level_scales + ((pair.token_of(pair.first) + row) * p.heads + h) * p.levels + min(l, p.levels - 1);
             float* to = scales() + row * stride + l;
+            constexpr int rounds = consumers * edge / (threads / 16);
+            if constexpr (Whole) {
+#pragma unroll
+                for (int n = 0; n < rounds; ++n, from += step, to += threads / 16 * stride)
+                    tile::copy_async<4>(to, from, true);
+            } else {
 #pragma unroll 4
-            for (int n = 0; n < pair.count * edge; n += threads / 16, from += step, to += threads / 16 * stride)
-                tile::copy_async<4>(to, from, n < rows);
+                for (int n = 0; n < pair.count * edge; n += threads / 16, from += step, to += threads / 16 * stride)
+                    tile::copy_async<4>(to, from, n < rows);
+            }
         }
     }
 };
@@ -413,25 +421,44 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         for (int j = 0; j <= last; ++j) fetch_keys(j, false);
         const TileCopy copy_value(p.v_stride, p.value_width - vt * edge);
         const TileCopy copy_of_state(p.value_width, p.value_width - vt * edge);
-        for (int h = range.first; h < range.first + range.count; ++h) {
-            head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, buckets, live);
-            head_ring.commit(head_position);
-            const auto fetch_state = [&](int n) {
-                ring.acquire(producer);
-                copy_state<KT>(p, copy_of_state, stages + 2 * producer.at.stage * area, p.states, buckets[n].slot, h, vt);
-                ring.commit(producer);
-            };
-            if (live > 0) fetch_state(0);
-            for (int j = 0; j <= last; j += 2) {
-                ring.acquire(producer);
-                for (int x = j; x <= min(j + 1, last); ++x)
-                    copy_value(stages + (2 * producer.at.stage + x - j) * area, values_at(p, pair.token_of(x), h, vt),
-                               pair.rows(x));
-                ring.commit(producer);
+        const auto fetch_heads = [&](auto all_whole) {
+            constexpr bool whole = decltype(all_whole)::value;
+            for (int h = range.first; h < range.first + range.count; ++h) {
+                head_ring.acquire(head_position);
+                head_at(head_position.stage).template load<whole>(p, pair, h, buckets, live);
+                head_ring.commit(head_position);
+                const auto fetch_state = [&](int n) {
+                    ring.acquire(producer);
+                    bf16* const to = stages + 2 * producer.at.stage * area;
+                    if constexpr (whole) {
+                        copy_of_state.template whole<KT * edge>(to, p.states + p.state_at(buckets[n].slot, h) + vt * edge);
+                    } else {
+                        copy_state<KT>(p, copy_of_state, to, p.states, buckets[n].slot, h, vt);
+                    }
+                    ring.commit(producer);
+                };
+                if (live > 0) fetch_state(0);
+                for (int j = 0; j <= last; j += 2) {
+                    ring.acquire(producer);
+                    bf16* const to = stages + 2 * producer.at.stage * area;
+                    if constexpr (whole) {
+                        copy_value.template whole<2 * edge>(to, values_at(p, pair.token_of(j), h, vt));
+                    } else {
+                        for (int x = j; x <= min(j + 1, last); ++x)
+                            copy_value(to + (x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
+                    }
+                    ring.commit(producer);
+                }
+                for (int n = 1; n < live; ++n) fetch_state(n);
+                if (live == 0 && last < 2) ring.finish(producer);
             }
-            for (int n = 1; n < live; ++n) fetch_state(n);
-            if (live == 0 && last < 2) ring.finish(producer);
+        };
+        // Asked once: to compare for each copy of 16 bytes is most of what a copy costs.
+        if (p.key_width == KT * edge && p.value_width - vt * edge >= edge && pair.count == consumers &&
+            pair.rows(last) == edge) {
+            fetch_heads(std::true_type{});
+        } else {
+            fetch_heads(std::false_type{});
         }
         ring.finish(producer);
         return;

@@ -50,6 +50,13 @@ struct TileCopy {
         for (int n = 0; n < edge / 16; ++n, source += step)
             tile::copy_async_16(tile + to + n * 16 * edge, source, row + n * 16 < rows);
     }
+    // Tiles one below the other, all of them whole.
+    template <int Rows>
+    __device__ __forceinline__ void whole(bf16* tiles, const bf16* matrix) const {
+        const bf16* source = matrix + from;
+#pragma unroll
+        for (int n = 0; n < Rows / 16; ++n, source += step) tile::copy_async_16(tiles + to + n * 16 * edge, source, true);
+    }
 };
 
 // Writes the tile's rows x columns elements; `aligned`: neighbours may be written as one word.
@@ -97,8 +104,8 @@ __device__ __forceinline__ void copy_state(const Problem<bf16>& p, const TileCop
     for (int kt = 0; kt < KT; ++kt) copy(to + kt * area, from + kt * edge * p.value_width, p.key_width - kt * edge);
 }
 
-// The two tiles of a chunk that a block works on. Grid: 2 x slots, the last chunks first: they read most buckets, and shorter
-// blocks even out the end of a launch.
+// The two tiles of a chunk that a block works on. Grid: 2 x slots, the last chunks first: they read most buckets, and
+// shorter blocks even out the end of a launch.
 struct Pair {
     SlotInfo slot;
     int slot_id, first, count;  // its first tile in the chunk, how many (0: nothing to do)
