@@ -42,6 +42,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 // ---- the runtime -----------------------------------------------------------------------------------------------------
 using cudaError_t = int;
 using cudaStream_t = void*;
+using cudaEvent_t = void*;
 inline constexpr int cudaSuccess = 0, cudaFuncAttributeMaxDynamicSharedMemorySize = 0, cudaMemcpyHostToDevice = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "error"; }
 inline const char* cudaGetErrorName(cudaError_t) { return "error"; }
@@ -62,6 +63,12 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes
     std::memcpy(to, from, bytes);
     return cudaSuccess;
 }
+// Work is done at once, whatever the stream.
+inline constexpr unsigned cudaStreamNonBlocking = 0, cudaEventDisableTiming = 0;
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) {
     std::memset(to, value, bytes);
     return cudaSuccess;

@@ -27,8 +27,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "kernels/cuda/branch.cuh"
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/gated_delta_rule_gradients.cuh"
 #include "kernels/cuda/gated_delta_rule_walk.cuh"
@@ -83,11 +85,12 @@ struct Problem {
     T *query, *key_start, *left_key;  // Qb, Kh, Y: key tiles
     float* decay;                     // e_last
     // of the present round
-    T *states, *d_states;               // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
-    T *steps, *d_steps;                 // T_l (walk_states: as Walk::steps), Z_l: [leaving states, H, V tiles]
-    float *d_query, *d_start, *d_left;  // dQb; -sum_l Z_l S_l'; dY, then X dY: [round's chunks, H, K tiles]
-    float* scale_parts;                 // [K tiles, round's chunks, H, slots, 64]
-    float* flow_parts;                  // [K tiles, round's chunks, H]: e_last sum_l <dS_l, S_l>
+    T *states, *d_states;  // [entering / leaving states of the round's chunks, H, V tiles, K tiles]
+    T *steps, *d_steps;    // T_l (walk_states: as Walk::steps), Z_l: [leaving states, H, V tiles]
+    T *d_query, *d_left;   // dQb, dY: [round's chunks, H, K tiles]
+    float* d_start;        // -sum_l Z_l S_l': the same
+    float* scale_parts;    // [K tiles, round's chunks, H, slots, 64]
+    float* flow_parts;     // [K tiles, round's chunks, H]: e_last sum_l <dS_l, S_l>
 
     __device__ std::int64_t at(int chunk, int h) const { return static_cast<std::int64_t>(chunk) * heads + h; }
     __device__ std::int64_t master_size() const { return static_cast<std::int64_t>(value_tiles) * key_tiles * area; }
@@ -348,13 +351,13 @@ __device__ __forceinline__ void invert_unit_lower(const float* a, float* x) {
 
 struct PrepareShared {
     Gates gates;
-    float a[edge * matrix_stride], x[edge * matrix_stride];
+    float x[edge * matrix_stride];
     float scales[inside_levels * edge];
 };
 
 // Grid: chunks, heads.
 template <class T>
-__global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
+__global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) prepare_chunks(Problem<T> p) {
     const int h = blockIdx.y;
     const ChunkInfo c = p.chunks[blockIdx.x];
     const std::int64_t id = p.at(static_cast<int>(blockIdx.x), h);
@@ -379,9 +382,12 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
         warpgroup::multiply<false, true>(kk, keys, keys, Unscaled{});
         warpgroup::multiply<false, true>(qk, queries, keys, Unscaled{});
     }
+    float* const a_matrix = reinterpret_cast<float*>(keys);  // and the two tiles behind, until the inverse is there
+    static_assert(3 * area * sizeof(T) >= edge * matrix_stride * sizeof(float));
+    __syncthreads();
     kk.for_pairs([&](int t, int col, float& a, float& b, int) {
-        s.a[t * matrix_stride + col] = col < t ? gates.beta[t] * a * gates.between(col, t) : 0.0f;
-        s.a[t * matrix_stride + col + 1] = col + 1 < t ? gates.beta[t] * b * gates.between(col + 1, t) : 0.0f;
+        a_matrix[t * matrix_stride + col] = col < t ? gates.beta[t] * a * gates.between(col, t) : 0.0f;
+        a_matrix[t * matrix_stride + col + 1] = col + 1 < t ? gates.beta[t] * b * gates.between(col + 1, t) : 0.0f;
     });
     qk.for_pairs([&](int t, int col, float& a, float& b, int) {
         a = col <= t ? a * gates.between(col, t) : 0.0f;
@@ -389,7 +395,7 @@ __global__ void __launch_bounds__(threads) prepare_chunks(Problem<T> p) {
     });
     qk.template store<T>(mix);
     __syncthreads();
-    invert_unit_lower(s.a, s.x);
+    invert_unit_lower(a_matrix, s.x);
     for (int n = static_cast<int>(threadIdx.x) * 2; n < area; n += threads * 2) {
         const int row = n / edge, col = n % edge;
         tile::store_pair(inverse + tile::offset<T>(row, col), s.x[row * matrix_stride + col],
@@ -855,7 +861,7 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
         if (p.level_scales != nullptr) put_row_sums(rows, p.scale_parts + (parts * p.slots + slot) * edge);
     }
     const std::int64_t at = (local * KT + kt) * area;
-    store_held(p.d_query + at, d_query);
+    d_query.template store<T>(p.d_query + at);
     if (c.has_next == 0) return;
     d_start.for_pairs([](int, int, float& a, float& b, int) {
         a = -a;
@@ -876,7 +882,7 @@ __global__ void __launch_bounds__(threads) state_gradients(Problem<T> p, int fir
             warpgroup::multiply<false, true>(d_left, step, d_state, Unscaled{});
         }
     }
-    store_held(p.d_left + at, d_left);
+    d_left.template store<T>(p.d_left + at);
 }
 
 struct GradientShared {
@@ -998,10 +1004,8 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradien
         for (int kt = 0; used != 0 && kt < KT; ++kt) {
             __syncthreads();
             load_keys(p, right, c, h, kt);
+            load_tile(left, p.d_query + (local * KT + kt) * area);
             tile::commit_async();
-            warpgroup::Accumulator d_query;
-            load_held(d_query, p.d_query + (local * KT + kt) * area);
-            d_query.template store<T>(left);
             wait_for_tiles();
             warpgroup::multiply<false, true>(acc, left, right, Unscaled{});
         }
@@ -1024,21 +1028,19 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradien
         warpgroup::Accumulator acc;
         acc.clear();
         for (int kt = 0; has_next && kt < KT; ++kt) {
-            float* const d_left = p.d_left + (local * KT + kt) * area;
-            warpgroup::Accumulator d_end;
-            load_held(d_end, d_left);
-            __syncthreads();
-            d_end.template store<T>(left);
-            synchronize_tiles();
-            d_end.clear();
-            warpgroup::multiply<false, false>(d_end, inverse, left, Unscaled{});
-            store_held(d_left, d_end);
             __syncthreads();
             load_tile(left, p.left_key + (id * KT + kt) * area);
+            load_tile(right, p.d_left + (local * KT + kt) * area);
             tile::commit_async();
-            d_end.template store<T>(right);
             wait_for_tiles();
             warpgroup::multiply<false, true>(acc, left, right, Unscaled{});
+        }
+        if (has_next) {  // Y (X dY)'
+            __syncthreads();
+            acc.template store<T>(left);
+            synchronize_tiles();
+            acc.clear();
+            warpgroup::multiply<false, true>(acc, left, inverse, Unscaled{});
         }
         synchronize_tiles();
         warpgroup::multiply<true, false>(acc, mix, weights, Unscaled{});
@@ -1064,15 +1066,13 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradien
         tile::commit_async();
         wait_for_tiles();
         warpgroup::Accumulator acc, other;
-        if (used != 0) {
-            load_held(acc, p.d_query + at);
-        } else {
-            acc.clear();
-        }
-        acc.for_pairs([&](int t, int, float& a, float& b, int) {
-            a *= gates.from_start[t];
-            b *= gates.from_start[t];
-        });
+        acc.clear();
+        if (used != 0)
+            acc.for_pairs([&](int t, int col, float& a, float& b, int) {
+                const float2 d_query = tile::load_pair(p.d_query + at + tile::offset<T>(t, col));
+                a = gates.from_start[t] * d_query.x;
+                b = gates.from_start[t] * d_query.y;
+            });
         warpgroup::multiply<false, false>(acc, weights, left, Unscaled{});
         acc.for_pairs([&](int t, int col, float& a, float& b, int r) {
             const float2 query = tile::load_pair(right + tile::offset<T>(t, col));
@@ -1102,9 +1102,9 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradien
         combine(acc, 1.0f, other, 1.0f);
         if (used != 0) {
             __syncthreads();
-            load_held(other, p.d_query + at);
-            other.template store<T>(right);
-            synchronize_tiles();
+            load_tile(right, p.d_query + at);
+            tile::commit_async();
+            wait_for_tiles();
             other.clear();
             warpgroup::multiply<true, false>(other, mix, right, Unscaled{});
             other.for_pairs([](int, int, float& a, float& b, int) {
@@ -1125,7 +1125,12 @@ __global__ void __launch_bounds__(threads, sizeof(T) == 2 ? 4 : 2) chunk_gradien
             combine(acc, 1.0f, other, 1.0f);
         }
         if (has_next) {
-            load_held(other, p.d_left + at);  // dKb
+            __syncthreads();
+            load_tile(right, p.d_left + at);
+            tile::commit_async();
+            wait_for_tiles();
+            other.clear();
+            warpgroup::multiply<false, false>(other, inverse, right, Unscaled{});  // dKb
             other.for_pairs([&](int t, int col, float& a, float& b, int r) {
                 const float2 key = tile::load_pair(left + tile::offset<T>(t, col));
                 a *= gates.to_end[t];
@@ -1205,15 +1210,11 @@ struct Layout {
 };
 
 std::int64_t chunks_of(const Sequences& sequences, std::int64_t d) { return ceil_div(sequences.length(d), edge); }
-int count_bits(int x) {
-    int count = 0;
-    for (; x != 0; x &= x - 1) ++count;
-    return count;
-}
-// States that enter the chunks of a document.
-std::int64_t entering_states(std::int64_t chunks, int slots) {
+int count_bits(int x) { return std::popcount(static_cast<unsigned>(x)); }
+// States that enter the chunks [first, last) of a document.
+std::int64_t entering_states(std::int64_t first, std::int64_t last, int slots) {
     std::int64_t total = 0;
-    for (std::int64_t c = 0; c < chunks; ++c) total += count_bits(slots_before(static_cast<int>(c), slots));
+    for (std::int64_t c = first; c < last; ++c) total += count_bits(slots_before(static_cast<int>(c), slots));
     return total;
 }
 
@@ -1516,25 +1517,34 @@ void dispatch_walk(int key_tiles, F&& fn) {
     if (key_tiles == 2) return fn(std::integral_constant<int, 2>{});
     fn(std::integral_constant<int, 3>{});
 }
+// How a pass is shared out: two value tiles share a chunk's operands, unless the GPU has room for them apart.
+struct WalkShape {
+    int consumers, value_blocks, units, blocks;
+
+    WalkShape(const walk::Walk& w, const walk::Pass& pass, int processors) {
+        const std::int64_t apart = std::int64_t{pass.count} * w.heads * w.value_tiles;
+        consumers = apart <= processors ? 1 : walk::consumers_limit;
+        value_blocks = static_cast<int>(ceil_div(w.value_tiles, consumers));
+        units = pass.count * w.heads * value_blocks;
+        blocks = std::min(units, processors);
+    }
+};
 template <walk::Purpose purpose>
 void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layout, std::size_t round, int key_tiles) {
     const int processors = multiprocessors(exec);
-    const auto run = [&](auto kt) {
-        const auto& passes = layout.schedule.rounds[round];
+    const auto& passes = layout.schedule.rounds[round];
+    dispatch_walk(key_tiles, [&](auto kt) {
         for (std::size_t i = 0; i < passes.size(); ++i) {
             const auto& pass = passes[purpose == walk::Purpose::gradients ? passes.size() - 1 - i : i];
-            // Two value tiles share a chunk's operands, unless the GPU has room for them apart.
-            const std::int64_t apart = std::int64_t{pass.count} * w.heads * w.value_tiles;
-            const int consumers = apart <= processors ? 1 : walk::consumers_limit;
+            const WalkShape shape(w, pass, processors);
             w.items = layout.items + pass.first;
-            w.value_blocks = static_cast<int>(ceil_div(w.value_tiles, consumers));
-            w.units = pass.count * w.heads * w.value_blocks;
-            launch_tiles(op, exec, walk::walk_states<kt(), purpose>,
-                         dim3(static_cast<unsigned>(std::min(w.units, processors))),
-                         static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(consumers)), (consumers + 1) * 128, w);
+            w.value_blocks = shape.value_blocks;
+            w.units = shape.units;
+            launch_tiles(op, exec, walk::walk_states<kt(), purpose>, dim3(static_cast<unsigned>(shape.blocks)),
+                         static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(shape.consumers)),
+                         (shape.consumers + 1) * 128, w);
         }
-    };
-    dispatch_walk(key_tiles, run);
+    });
 }
 
 // Outputs from prepare_chunks' results.
@@ -1546,19 +1556,27 @@ void walk_forward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, 
     arena.allocate(exec);
     run_walk<walk::Purpose::outputs>(op, exec, w, layout, 0, p.key_tiles);
 }
-// States, steps and their gradients, of a round, and what flows through them. `gradients`: buckets of gradients.
-void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, walk::Walk w, float* gradients,
+// States, steps and their gradients, of a round, and what flows through them. The two walks do not need each other: `forth`
+// and `back` have their own buckets, and where one has few long units, the other fills the GPU. (Two single passes that do
+// not fit together would wait for one another.)
+void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p, walk::Walk forth, walk::Walk back,
                    const Layout& layout, std::size_t round) {
-    w.chunks = p.chunks;
-    w.states = p.states;
-    w.steps = p.steps;
-    run_walk<walk::Purpose::states>(op, exec, w, layout, round, p.key_tiles);
-    w.buckets = gradients;
-    w.v = p.d_o;
-    w.v_stride = static_cast<std::int64_t>(p.heads) * p.value_width;
-    w.states = p.d_states;
-    w.steps = p.d_steps;
-    run_walk<walk::Purpose::gradients>(op, exec, w, layout, round, p.key_tiles);
+    const auto& passes = layout.schedule.rounds[round];
+    const int processors = multiprocessors(exec);
+    const bool beside = passes.size() > 1 || 2 * WalkShape(back, passes.front(), processors).blocks <= processors;
+    std::optional<Branch> branch;
+    if (beside) branch.emplace(exec);
+    back.chunks = p.chunks;
+    back.v = p.d_o;
+    back.v_stride = static_cast<std::int64_t>(p.heads) * p.value_width;
+    back.states = p.d_states;
+    back.steps = p.d_steps;
+    run_walk<walk::Purpose::gradients>(op, beside ? branch->exec() : exec, back, layout, round, p.key_tiles);
+    forth.chunks = p.chunks;
+    forth.states = p.states;
+    forth.steps = p.steps;
+    run_walk<walk::Purpose::states>(op, exec, forth, layout, round, p.key_tiles);
+    if (beside) branch->join();
 
     flow::Flow f{};
     f.heads = p.heads;
@@ -1588,10 +1606,6 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
                      static_cast<std::size_t>(flow::Layout<kt()>::bytes), (kt() + 1) * 128, f);
     });
 }
-
-}  // namespace
-
-namespace {
 
 template <class T>
 void launch_prepare(const char* op, const Exec& exec, const Problem<T>& p, int chunks) {
@@ -1649,30 +1663,29 @@ void add_backward_workspace(Arena& arena, Problem<T>& p, const Layout& layout, s
 // first. Nothing but those states grows with its length.
 void backward_walks(const char* op, const Exec& exec, Problem<Bfloat16> p, const Layout& layout) {
     const std::size_t rounds = layout.rounds.size();
-    walk::Walk w = make_walk(p, layout);
-    float* gradients = nullptr;
+    walk::Walk walks[2] = {make_walk(p, layout), make_walk(p, layout)};  // of states, of gradients
     Arena arena;
     add_backward_workspace(arena, p, layout, layout.longest_round, layout.most_entering + layout.longest_round);
-    add_walk_workspace(arena, exec, w, layout, p.key_tiles);
-    if (rounds > 1)
-        arena.add(&gradients, std::int64_t{layout.schedule.buckets} * p.heads * p.value_tiles * p.key_tiles * area);
+    for (auto& w : walks) add_walk_workspace(arena, exec, w, layout, p.key_tiles);
     arena.allocate(exec);
-    w.key_start = p.key_start;
-    w.left_key = p.left_key;
-    w.query = p.query;
-    w.decay = p.decay;
+    for (auto& w : walks) {
+        w.key_start = p.key_start;
+        w.left_key = p.left_key;
+        w.query = p.query;
+        w.decay = p.decay;
+    }
     const auto enter = [&](std::size_t round) {
         p.chunks = layout.chunk_info + layout.rounds[round].first_chunk;
         launch_prepare(op, exec, p, layout.rounds[round].chunks);
     };
     for (std::size_t round = 0; round + 1 < rounds; ++round) {
         enter(round);
-        w.chunks = p.chunks;
-        run_walk<walk::Purpose::states>(op, exec, w, layout, round, p.key_tiles);
+        walks[0].chunks = p.chunks;
+        run_walk<walk::Purpose::states>(op, exec, walks[0], layout, round, p.key_tiles);
     }
     for (std::size_t round = rounds; round-- > 0;) {
         enter(round);
-        walk_backward(op, exec, p, w, rounds > 1 ? gradients : w.buckets, layout, round);
+        walk_backward(op, exec, p, walks[0], walks[1], layout, round);
         launch_chunk_gradients(op, exec, p, layout.rounds[round], 0);
     }
 }
@@ -1731,7 +1744,8 @@ struct BackwardBytes {
 
     explicit BackwardBytes(const Problem<T>& p) {
         const std::int64_t size = sizeof(T), tile = p.heads * std::int64_t{area};
-        chunk = tile * (size * (3 * p.key_tiles + 2 + p.value_tiles) + 12 * p.key_tiles);
+        chunk = tile * (size * (5 * p.key_tiles + 2 + p.value_tiles) + 4 * p.key_tiles);
+        chunk += 2 * 4 * tile * p.key_tiles * p.value_tiles >> walk::group_levels;  // buckets of walks
         state = tile * p.value_tiles * 2 * size * (p.key_tiles + 1);
     }
 };
@@ -1741,7 +1755,7 @@ void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequen
     std::int64_t chunks = 1, states = 0;  // of the longest document; of all
     for (std::int64_t d = 0; d < sequences.count; ++d) {
         chunks = std::max(chunks, chunks_of(sequences, d));
-        states += entering_states(chunks_of(sequences, d), p.slots);
+        states += entering_states(0, chunks_of(sequences, d), p.slots);
     }
     const BackwardBytes<T> bytes(p);
     std::int64_t round = whole;
@@ -1749,12 +1763,11 @@ void backward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequen
         const std::int64_t state_bytes = p.heads * std::int64_t{area} * p.value_tiles * p.key_tiles * sizeof(T);
         round = ceil_div(chunks, std::min(chunks, std::max<std::int64_t>(1, ceil_div(states * state_bytes, round_bytes))));
     } else if (sequences.count == 1 && chunks * bytes.chunk + states * bytes.state > slice_bytes) {
-        // The last round has the most states.
         const auto fits = [&](std::int64_t count) {
-            const std::int64_t first = (chunks - 1) / count * count;
-            return count * bytes.chunk +
-                       (entering_states(chunks, p.slots) - entering_states(first, p.slots)) * bytes.state <=
-                   slice_bytes;
+            std::int64_t most = 0;
+            for (std::int64_t first = 0; first < chunks; first += count)
+                most = std::max(most, entering_states(first, std::min(first + count, chunks), p.slots));
+            return count * bytes.chunk + most * bytes.state <= slice_bytes;
         };
         constexpr std::int64_t group = 1 << walk::group_levels;
         round = std::max(group, static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(chunks))));
@@ -1811,7 +1824,7 @@ void gated_delta_rule_backward(const Exec& exec, const GatedDeltaRuleBackward& a
         const std::int64_t master_bytes = 16 * 4 * p.heads * std::int64_t{area} * p.value_tiles * p.key_tiles * p.slots;
         const auto bytes = [&](std::int64_t d) {
             const std::int64_t chunks = chunks_of(args.sequences, d);
-            return chunks * of.chunk + (walks ? entering_states(chunks, p.slots) * of.state : master_bytes);
+            return chunks * of.chunk + (walks ? entering_states(0, chunks, p.slots) * of.state : master_bytes);
         };
         for (const auto& slice : slices_of(args.sequences, bytes))
             backward_slice(op, exec, from_token(p, slice.first_token), slice.sequences(), walks);

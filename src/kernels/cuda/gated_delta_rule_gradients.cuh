@@ -31,7 +31,8 @@ struct Flow {
     const bf16* query;                                // Qb: [chunks, H, K tiles]
     const float* decay;                               // e_last: [chunks, H]
     const bf16 *states, *d_states, *steps, *d_steps;  // as walk_states leaves them
-    float *d_query, *d_start, *d_left;                // dQb, dKh, dY: [chunks, H, K tiles], as a warpgroup holds them
+    bf16 *d_query, *d_left;                           // dQb, dY: [chunks, H, K tiles]
+    float* d_start;                                   // dKh: the same, as a warpgroup holds them
     float* scale_parts;                               // [K tiles, chunks, H, slots, 64]
     float* flow_parts;                                // [K tiles, chunks, H]: e_last sum_l <dS_l, S_l>
 };
@@ -268,14 +269,18 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
             }
         },
         [&](int unit, const Chunk& chunk) {
-            const std::int64_t to = (static_cast<std::int64_t>(unit) * KT + kt) * area + thread * 4;
+            const std::int64_t to = (static_cast<std::int64_t>(unit) * KT + kt) * area;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                store(p.d_query + to + j * 512, d_query[j]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) d_start[j][e] = -d_start[j][e];
-                store(p.d_start + to + j * 512, d_start[j]);
-                store(p.d_left + to + j * 512, d_left[j]);
+                store(p.d_start + to + thread * 4 + j * 512, d_start[j]);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const std::int64_t pair = to + tile::offset<bf16>(row + 8 * r, 8 * j + column);
+                    tile::store_pair(p.d_query + pair, d_query[j][2 * r], d_query[j][2 * r + 1]);
+                    tile::store_pair(p.d_left + pair, d_left[j][2 * r], d_left[j][2 * r + 1]);
+                }
             }
             flow = team_sum(flow);
             if (lane == 0) warp_sums[warp] = flow;
