@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
     const auto at = [&](T* base, int c) { return base + p.state_at(doc.slot + c, h) + e; };
     const auto parent_of = [&](int c) { return p.log_linear ? c + (1 << trailing_ones(c)) : c + 1; };
     float d[W];
-    Pack<T, W> next_state{}, next_grad{}, next_parent{};  // as they are: a conversion would wait for them
+    Words<T, W> next_state{}, next_grad{}, next_parent{};
     float next_parts[W];
 #pragma unroll
     for (int i = 0; i < W; ++i) d[i] = next_parts[i] = 0;
@@ -338,13 +338,12 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
     const auto fetch = [&](int c) {
         const SlotInfo slot = next_slot;
         if (c > 0) next_slot = p.slot_info[doc.slot + c - 1];
-        const auto get = [](Pack<T, W>& to, const T* from) { to = *reinterpret_cast<const Pack<T, W>*>(from); };
-        get(next_state, at(p.states, c));
+        next_state.load(at(p.states, c));
         const int parent = parent_of(c);
         next_end = end(c);
         if (parent < doc.chunks) next_parent_end = end(parent);
-        if (parent > c + 1 && parent < doc.chunks) get(next_parent, at(p.dstates, parent));
-        if (slot.parts == 0) get(next_grad, at(p.dstates, c));
+        if (parent > c + 1 && parent < doc.chunks) next_parent.load(at(p.dstates, parent));
+        if (slot.parts == 0) next_grad.load(at(p.dstates, c));
         if (slot.parts > 0) next_grad = {};
 #pragma unroll
         for (int i = 0; i < W; ++i) next_parts[i] = 0;
@@ -363,12 +362,12 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
             const float decay = parent < doc.chunks ? __expf(static_cast<float>(next_parent_end - next_end)) : 0.0f;
 #pragma unroll
             for (int i = 0; i < W; ++i) {
-                const float from_parent = decay * (parent == c + 1 ? d[i] : convert<float>(next_parent.values[i]));
-                d[i] = convert<float>(next_grad.values[i]) + next_parts[i] + from_parent;
-                if (parent < doc.chunks) sum += convert<float>(next_state.values[i]) * from_parent;
+                const float from_parent = decay * (parent == c + 1 ? d[i] : next_parent[i]);
+                d[i] = next_grad[i] + next_parts[i] + from_parent;
+                if (parent < doc.chunks) sum += next_state[i] * from_parent;
             }
             if (c > 0) fetch(c - 1);
-            store(at(p.dstates, c), d);
+            Words<T, W>::store(at(p.dstates, c), d);
         }
         sum = team_sum(sum);
         if (lane == 0) p.crossing[p.at(doc.slot + c, h) * p.flow_warps + warp] = sum;
