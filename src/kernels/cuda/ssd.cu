@@ -338,8 +338,8 @@ __global__ void __launch_bounds__(flat_threads) spread_gradients(Problem<T> p, i
     const auto fetch = [&](int c) {
         const SlotInfo slot = next_slot;
         if (c > 0) next_slot = p.slot_info[doc.slot + c - 1];
-        next_state.load(at(p.states, c));
         const int parent = parent_of(c);
+        if (parent < doc.chunks) next_state.load(at(p.states, c));  // nobody has written the state of a last chunk
         next_end = end(c);
         if (parent < doc.chunks) next_parent_end = end(parent);
         if (parent > c + 1 && parent < doc.chunks) next_parent.load(at(p.dstates, parent));
