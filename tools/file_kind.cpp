@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "base/files.h"
 #include "base/hdf5.h"
 #include "data/corpus.h"
 #include "train/checkpoint.h"
@@ -12,11 +13,11 @@ namespace fs = std::filesystem;
 
 FileKind kind_of_file(const std::string& path) {
     std::error_code ignored;
-    FENWICK_CHECK(fs::exists(path, ignored), "{}: no such file", path);
-    if (fs::is_directory(path)) {
+    if (fs::is_directory(path, ignored)) {
         if (data::is_corpus_folder(path) || data::holds_shards(path)) return FileKind::corpus;
         return fs::is_directory(fs::path(path) / "checkpoints") ? FileKind::run_folder : FileKind::other;
     }
+    (void)size_of_file(path);  // refuses what is no file
     const std::string extension = fs::path(path).extension().string();
     if (extension == ".yaml" || extension == ".yml") return FileKind::config;
     if (!hdf5::is_hdf5(path)) return FileKind::other;

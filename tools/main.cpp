@@ -2,9 +2,11 @@
 #include <fmt/format.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <new>
 
 #include "base/error.h"
@@ -54,6 +56,7 @@ int finish(int code) {
 
 int main(int argc, char** argv) {
     fenwick::kernels::cpu::use_fast_blas(argv);
+    std::signal(SIGXFSZ, SIG_IGN);  // a write past the limit of a file's size fails, and says so, as on a full disk
     fenwick::keep_freed_memory();
 
     CLI::App app("Pretraining of log-linear-attention models, from text to perplexity.", "fenwick");
@@ -96,6 +99,8 @@ int main(int argc, char** argv) {
         return report(error.what(), exit_bad_input);
     } catch (const fenwick::Error& error) {
         return report(error.what(), exit_bad_input);
+    } catch (const std::filesystem::filesystem_error& error) {  // a folder that may not be read, a link to itself
+        return report(fmt::format("{}: {}", error.path1().string(), error.code().message()).c_str(), exit_bad_input);
     } catch (const std::bad_alloc&) {
         return report("out of memory; lower train.micro_batch or data.sequence_length", exit_bad_input);
     } catch (const std::exception& error) {

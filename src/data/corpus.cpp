@@ -25,13 +25,20 @@ constexpr std::size_t cache_bytes = 64 << 20;  // of decoded chunks, over all op
 
 std::string in_folder(const std::string& folder, std::string_view name) { return (fs::path(folder) / name).string(); }
 
-// The checksum of a manifest is over everything else in it.
-std::string checksum_of(nlohmann::json manifest) {
-    manifest.erase("sha256");
-    return sha256_hex(manifest.dump());
+// Over everything but the checksum itself.
+std::string checksum_of(nlohmann::json object) {
+    object.erase("sha256");
+    return sha256_hex(object.dump());
 }
 
 }  // namespace
+
+void seal(nlohmann::json& object) { object["sha256"] = checksum_of(object); }
+
+void check_seal(const nlohmann::json& object, const std::string& path, std::string_view remedy) {
+    FENWICK_CHECK(object.at("sha256") == checksum_of(object), "{} is damaged: its contents have another checksum than it says{}",
+                  path, remedy);
+}
 
 std::size_t most_open_shards() {
     // The limit that counts is often a low default for programs that use select(), far below what is allowed.
@@ -87,7 +94,7 @@ void CorpusManifest::write(const std::string& folder) const {
                            {"num_sources", num_sources},
                            {"sources_sha256", sources_sha256},
                            {"shards", shards}};
-    json["sha256"] = checksum_of(json);
+    seal(json);
     write_file_atomically(in_folder(folder, manifest_name), json.dump(1) + "\n");
 }
 
@@ -102,8 +109,7 @@ CorpusManifest CorpusManifest::read(const std::string& folder) {
         const std::int64_t version = json.at("version");
         FENWICK_CHECK(version == format_version, "{}: corpus of version {}; this program reads version {}", path, version,
                       format_version);
-        FENWICK_CHECK(json.at("sha256") == checksum_of(json),
-                      "{} is damaged: its contents have another checksum than it says", path);
+        check_seal(json, path);
         info.num_tokens = json.at("num_tokens");
         info.num_documents = json.at("num_documents");
         info.vocab_size = json.at("vocab_size");

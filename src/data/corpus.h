@@ -16,6 +16,11 @@ namespace fenwick::data {
 // The file that makes a folder of shards a whole: which shards, in which order, and what each holds.
 inline constexpr std::string_view manifest_name = "manifest.json", sources_name = "sources.jsonl";
 
+// A JSON object that carries a checksum over the rest of it, in "sha256". check_seal throws Error that names the file and
+// ends with the remedy, and what nlohmann::json throws where there is no checksum.
+void seal(nlohmann::json& object);
+void check_seal(const nlohmann::json& object, const std::string& path, std::string_view remedy = "");
+
 struct CorpusManifest {
     struct Shard {
         std::string file;        // name in the folder

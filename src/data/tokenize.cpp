@@ -17,6 +17,7 @@
 #include "base/files.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "data/corpus.h"
 #include "data/corpus_writer.h"
 #include "data/text_files.h"
 #include "data/utf8.h"
@@ -27,6 +28,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t read_bytes = 256 << 10;
+constexpr int journal_version = 2;
 // The stream of random numbers that draws the validation share: no other use of the seed draws the same.
 constexpr std::uint64_t valid_stream = std::uint64_t{0x76616c69} << 32;  // "vali"
 
@@ -353,9 +355,18 @@ private:
                       "{} is the output and the output of the validation share; name two", options_.output);
     }
 
+    // By its name
+    static bool is_shard(const fs::path& path) {
+        return path.extension() == ".h5" && path.stem().string().find_first_not_of("0123456789") == std::string::npos;
+    }
+
     void check_outputs_are_free() const {
         for (const auto& output : outputs_) {
             const std::string& path = output->output();
+            const std::string folder = fs::path(path).parent_path().string();
+            FENWICK_CHECK(!is_shard(path) || !is_corpus_folder(folder),
+                          "{} would be a shard of the corpus {}, which would no longer be whole; name another place", path,
+                          folder.empty() ? "that stands here" : folder);
             std::error_code ignored;
             if (!fs::exists(path, ignored)) continue;
             FENWICK_CHECK(options_.overwrite, "{} exists already; name another place, or give --overwrite to replace it",
@@ -364,9 +375,8 @@ private:
                           "{} is no corpus, and is not replaced; name another place", path);
             if (is_token_file_path(path)) continue;
             for (const auto& entry : fs::directory_iterator(path, ignored)) {
-                const std::string name = entry.path().filename().string(), stem = entry.path().stem().string();
-                const bool is_shard = entry.path().extension() == ".h5" && stem.find_first_not_of("0123456789") == std::string::npos;
-                FENWICK_CHECK(is_shard || name == manifest_name || name == sources_name,
+                const std::string name = entry.path().filename().string();
+                FENWICK_CHECK(is_shard(entry.path()) || name == manifest_name || name == sources_name,
                               "{} holds {}, which is no part of a corpus; it is not replaced: move that away, or name another place",
                               path, name);
             }
@@ -445,8 +455,9 @@ private:
     void resume() {
         try {
             const auto journal = nlohmann::json::parse(read_file(journal_path()));
-            FENWICK_CHECK(journal.at("version") == 1,
-                          "{} was left by another version of this program; give --restart to begin anew", work());
+            FENWICK_CHECK(journal.at("version") == journal_version,
+                          "{} was written by another version of this program; give --restart to begin anew", journal_path());
+            check_seal(journal, journal_path(), "; give --restart to begin anew");
             const auto options = options_in_journal();
             for (const auto& [name, value] : options.items())
                 FENWICK_CHECK(
@@ -516,7 +527,7 @@ private:
             write_file_atomically(inputs_path(), inputs);
         }
         sources_->sync();
-        nlohmann::json journal = {{"version", 1},
+        nlohmann::json journal = {{"version", journal_version},
                                   {"options", options_in_journal()},
                                   {"file", files_ended_},
                                   {"unit", last_file_ == files_ended_ ? last_unit_ + 1 : 0},
@@ -525,6 +536,7 @@ private:
                                   {"outputs", nlohmann::json::array()},
                                   {"complete", complete}};
         for (const auto& output : outputs_) journal["outputs"].push_back(output->commit());
+        seal(journal);
         write_file_atomically(journal_path(), journal.dump() + "\n");
         is_disposable_ = false;
         for (const auto& output : outputs_) output->forget_spools();

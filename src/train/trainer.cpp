@@ -97,7 +97,7 @@ public:
         if (config_.train.init_from.empty())
             model_->initialize(static_cast<std::uint64_t>(config_.train.seed));
         else
-            load_weights(config_.train.init_from, *model_);
+            begin_from(find_checkpoint(config_.train.init_from));
         model_->set_recompute(config_.train.recompute);
         optimizer_.emplace(model_->parameters(), config_.optimizer);
         flops_per_token_ = model::training_flops_per_token(config_.model, std::llround(loader_.mean_sequence_length()));
@@ -178,6 +178,17 @@ private:
         FENWICK_CHECK(config_.model.vocab_size >= loader_.vocab_size(),
                       "model.vocab_size is {}, but {} has token ids up to {}; use at least {}, or 0 to take it from there",
                       config_.model.vocab_size, config_.data.train.front().path, loader_.vocab_size() - 1, loader_.vocab_size());
+    }
+
+    // Equal sizes of vocabulary do not make the same ids of text.
+    void begin_from(const std::string& checkpoint) {
+        const TokenizerInfo theirs = read_checkpoint_header(checkpoint).tokenizer;
+        FENWICK_CHECK(theirs.identity == tokenizer_.identity,
+                      "train.init_from: {} was trained with another tokenizer ({}, identity {}) than {} was made with ({}, identity "
+                      "{}); tokenize the text with the checkpoint's: fenwick tokenize TEXT --tokenizer {} --output FILE.h5",
+                      checkpoint, theirs.kind, theirs.identity, config_.data.train.front().path, tokenizer_.kind,
+                      tokenizer_.identity, checkpoint);
+        load_weights(checkpoint, *model_);
     }
 
     // Makes the folder or continues in it; returns the checkpoint resumed from, or "".

@@ -537,11 +537,28 @@ TEST_F(TokenizeCorpus, AnotherRunIsNotMixedIn) {
     }
     // A shard that was damaged meanwhile is not built upon.
     const std::string journal = read_file(work + "/journal.json");
-    for (const char* damaged : {"{", "{\"version\": 1}", "[]"}) {
+    for (const char* damaged : {"{", "{\"version\": 2}", "[]"}) {
         text("corpus.partial/journal.json", damaged);
         EXPECT_EQ(refusal([](auto&) {}), work +
                                              "/journal.json is damaged: it is not the JSON that fenwick tokenize writes; "
                                              "give --restart to begin anew");
+    }
+    // Every digit of it counts; version 1 had no checksum.
+    for (std::size_t at = 0; at < journal.size(); ++at) {
+        if (journal[at] < '0' || journal[at] > '9') continue;
+        std::string damaged = journal;
+        damaged[at] = damaged[at] == '7' ? '6' : '7';
+        text("corpus.partial/journal.json", damaged);
+        ASSERT_THAT(refusal([](auto&) {}), testing::AllOf(testing::StartsWith(work + "/journal.json "),
+                                                          testing::EndsWith("; give --restart to begin anew")));
+    }
+    for (const auto& [key, said] :
+         {std::pair("\"documents\":", "is damaged: its contents have another checksum than it says"),
+          std::pair("\"version\":", "was written by another version of this program")}) {
+        std::string contents = journal;
+        contents.insert(contents.find(key) + std::string_view(key).size(), "1");
+        text("corpus.partial/journal.json", contents);
+        EXPECT_EQ(refusal([](auto&) {}), work + "/journal.json " + said + "; give --restart to begin anew");
     }
     TokenizeOptions anew = options_;
     anew.restart = true;

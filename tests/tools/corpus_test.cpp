@@ -215,6 +215,18 @@ TEST_F(CorpusCommands, OptionsOfTokenizing) {
     EXPECT_FALSE(fs::exists(folder_ / "b.h5.partial"));
 }
 
+TEST_F(CorpusCommands, AShardOfACorpusIsNotReplaced) {
+    make_corpus();
+    const std::string shard = corpus_ + "/00000.h5", before = read(shard);
+    for (const std::string& output : {shard, corpus_ + "/00099.h5"})
+        expect_refused({"tokenize", folder_ / "text.txt", "--overwrite", "-o", output},
+                       output + " would be a shard of the corpus " + corpus_ + ", which would no longer be whole; name another place");
+    EXPECT_EQ(read(shard), before);
+    EXPECT_FALSE(fs::exists(corpus_ + "/00099.h5"));
+    EXPECT_FALSE(fs::exists(shard + ".partial"));
+    succeed({"verify", corpus_});
+}
+
 TEST_F(CorpusCommands, AnInterruptedRunSaysThatItCanGoOn) {
     write_text(folder_ / "zeros.txt", "");
     fs::resize_file(folder_ / "zeros.txt", std::uintmax_t{4} << 30);  // minutes, and no room on the disk

@@ -1,6 +1,9 @@
 // What a newcomer does wrong: each gives one clear line and exit code 2, at once, and leaves the files as they were.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
 
 #include "base/files.h"
 #include "support/program.h"
@@ -29,7 +32,32 @@ TEST_F(Robustness, WhatIsNoFileIsRefusedAtOnce) {
         expect_refused(command + "/dev/zero -o " + path("c"), "/dev/zero is a device");
         expect_refused(command + path("nope") + " -o " + path("c"), "no such file");
     }
-    for (const std::string command : {"info ", "verify "}) expect_refused(command + path("nope.h5"), "nope.h5: no such file");
+    ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+    for (const std::string command : {"info ", "verify "}) {
+        expect_refused(command + path("nope.h5"), "nope.h5: no such file");
+        expect_refused(command + path("pipe"), path("pipe") + " is a device, pipe or socket; a file is needed");
+    }
+}
+
+// A link to itself stands for folders that one may not read: root, too, gets the system's refusal.
+TEST_F(Robustness, TheSystemsRefusalNamesTheFile) {
+    std::filesystem::create_symlink("loop.h5", path("loop.h5"));
+    std::filesystem::create_directory(path("closed"));
+    std::filesystem::create_symlink("checkpoints", path("closed/checkpoints"));
+    const std::string said = ": Too many levels of symbolic links\n";
+    const std::string folder = "fenwick: " + path("closed/checkpoints") + said;
+    expect_refused("info " + path("closed"), folder);
+    expect_refused("verify " + path("closed"), folder);
+    expect_refused("tokenize " + path("text.txt") + " --tokenizer " + path("closed") + " -o " + path("c"), folder);
+    for (const std::string& command : {"info " + path("loop.h5"), "verify " + path("loop.h5"),
+                                       "train " + path("config.yaml") + " --run-dir " + path("c") + " --set data.train=" + path("loop.h5")})
+        expect_refused(command, "fenwick: " + path("loop.h5") + said);
+}
+
+TEST_F(Robustness, ALimitOfFileSizeIsAFullDisk) {
+    expect_refused("--quiet tokenize " + path("text.txt") + " -o " + path("limited.h5"), "limited.h5: cannot be written: File too large",
+                   "ulimit -f 8;");
+    for (const std::string left : {"limited.h5", "limited.h5.partial"}) EXPECT_FALSE(std::filesystem::exists(path(left))) << left;
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -57,6 +85,28 @@ TEST_F(Robustness, InputsAreNotOverwritten) {
 TEST_F(Robustness, PaddedVocabularyIsNeverDrawn) {
     const auto text = run_program("generate " + path("padded") + " --prompt a --max-tokens 200 --ignore-end");
     EXPECT_EQ(text.exit_code, 0) << text.output;
+}
+
+// Of the same size of vocabulary, so that its weights would fit.
+TEST_F(Robustness, WeightsOfAnotherTokenizerAreRefused) {
+    ASSERT_EQ(run_program("tokenizer train " + path("text.txt") + " --vocab-size 300 -o " + path("other.model")).exit_code, 0);
+    ASSERT_EQ(run_program("tokenize " + path("text.txt") + " --tokenizer " + path("other.model") + " -o " + path("other.h5")).exit_code, 0);
+    const auto identity_in = [](const std::string& file) {
+        const std::string text = run_program("info " + file).output;
+        return text.substr(text.find("identity ") + 9, 64);
+    };
+    const std::string ours = identity_in(path("other.h5")), theirs = identity_in(path("train.h5")),
+                      checkpoint = path("padded/checkpoints/step_2.h5");
+    const auto with = [](const std::string& init_from) {
+        return "train " + path("config.yaml") + " --set model.vocab_size=4096 --set data.train=" + path("other.h5") + " --run-dir " +
+               path("begun") + " --set train.init_from=" + init_from;
+    };
+    for (const std::string& init_from : {path("padded"), checkpoint})
+        expect_refused(with(init_from), "train.init_from: " + checkpoint + " was trained with another tokenizer (bytes, identity " +
+                                            theirs + ") than " + path("other.h5") + " was made with (sentencepiece, identity " + ours +
+                                            "); tokenize the text with the checkpoint's: fenwick tokenize TEXT --tokenizer " +
+                                            checkpoint + " --output FILE.h5");
+    EXPECT_FALSE(std::filesystem::exists(path("begun")));
 }
 
 TEST_F(Robustness, FullStandardOutputIsAnError) {
