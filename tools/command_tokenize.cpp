@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 
+#include "base/error.h"
 #include "base/files.h"
 #include "data/tokenize.h"
 #include "tools/command.h"
@@ -90,6 +92,7 @@ struct TokenizerTrainCommand {
     std::vector<std::string> files;
     data::SentencePieceOptions options;
     std::string output;
+    bool overwrite = false;
 };
 
 }  // namespace
@@ -162,6 +165,11 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
         [&global](const TokenizerTrainCommand& given) {
             for (const std::string& file : given.files) (void)size_of_file(file);
             check_output(given.output, given.files);
+            std::error_code ignored;
+            FENWICK_CHECK(!std::filesystem::is_directory(given.output, ignored), "{} is a folder; name a file, as {}/bpe.model",
+                          given.output, given.output);
+            FENWICK_CHECK(given.overwrite || !std::filesystem::exists(given.output, ignored),
+                          "{} exists already; name another place, or give --overwrite to replace it", given.output);
             Progress progress(global.quiet);
             progress.show("training the tokenizer", true);
             const std::int64_t wanted = given.options.vocab_size;
@@ -174,6 +182,7 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
         });
     command->add_option("files", options->files, "Text files")->required();
     command->add_option("--output,-o", options->output, "The .model file to write")->required();
+    command->add_flag("--overwrite", options->overwrite, "Replace a file that stands at the output");
     command->add_option("--vocab-size", options->options.vocab_size, "Pieces in all; a text without so many gives fewer")
         ->check(CLI::Range(std::int64_t{300}, std::int64_t{1} << 20))
         ->capture_default_str();

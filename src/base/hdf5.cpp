@@ -456,12 +456,13 @@ void collect_datasets(hid_t file, const std::string& group, const std::string& p
 }
 
 Handle open_file(const std::string& path, unsigned flags) {
-    const int descriptor = ::open(path.c_str(), (flags == H5F_ACC_RDONLY ? O_RDONLY : O_RDWR) | O_CLOEXEC);
+    const int descriptor = ::open(path.c_str(), (flags == H5F_ACC_RDONLY ? O_RDONLY : O_RDWR) | O_CLOEXEC | O_NONBLOCK);
     FENWICK_CHECK(descriptor >= 0, "{}: {}", path, errno == ENOENT ? "no such file" : std::strerror(errno));
     struct stat status {};
-    const bool is_folder = ::fstat(descriptor, &status) == 0 && S_ISDIR(status.st_mode);
+    const bool known = ::fstat(descriptor, &status) == 0;
     ::close(descriptor);
-    FENWICK_CHECK(!is_folder, "{} is a folder; an HDF5 file is needed", path);
+    FENWICK_CHECK(!known || !S_ISDIR(status.st_mode), "{} is a folder; an HDF5 file is needed", path);
+    FENWICK_CHECK(!known || S_ISREG(status.st_mode), "{} is a device, pipe or socket; an HDF5 file is needed", path);
     FENWICK_CHECK(is_hdf5(path), "{} is not an HDF5 file", path);
     const Handle access = access_properties(path);
     return own_file(checked(H5Fopen(path.c_str(), flags, access.get()), path, "damaged HDF5 file"));

@@ -15,6 +15,7 @@
 #include "base/files.h"
 #include "base/log.h"
 #include "base/parallel.h"
+#include "data/text_files.h"
 #include "data/utf8.h"
 
 namespace fenwick::data {
@@ -343,7 +344,8 @@ std::int64_t train_sentencepiece(const std::vector<std::string>& files, const Se
     std::int64_t bytes = 0;
     for (const std::string& file : files) {
         bytes += size_of_file(file);
-        FENWICK_CHECK(std::ifstream(file).is_open(), "{}: cannot be opened", file);
+        FENWICK_CHECK(!TextReader(file).compressed(), "{} is compressed; a tokenizer is trained on plain text, so decompress it first",
+                      file);
     }
     check_output(output_path, files);
     FENWICK_CHECK(options.character_coverage >= 0.98 && options.character_coverage <= 1,

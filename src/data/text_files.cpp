@@ -266,6 +266,7 @@ TextReader::TextReader(const std::string& path) : path_(path) {
         refill();
         refuse_containers(path_, block_);
         decoder_ = make_decoder(path_, block_);
+        compressed_ = dynamic_cast<const Plain*>(decoder_.get()) == nullptr;
     } catch (...) {
         ::close(descriptor_);
         throw;

@@ -35,6 +35,7 @@ public:
     // Fills out[0, count) as far as there is text; less than count only at the end.
     std::size_t read(char* out, std::size_t count);
     std::int64_t bytes_read() const { return bytes_read_; }  // of the file as it lies on disk
+    bool compressed() const { return compressed_; }
     std::string sha256() { return hash_.hex(); }  // of the file as it lies on disk; once read() has reached the end
 
     class Decoder;
@@ -46,7 +47,7 @@ private:
     int descriptor_ = -1;
     std::string block_;         // of the file
     std::size_t position_ = 0;  // in block_
-    bool at_end_ = false, first_ = true;
+    bool at_end_ = false, first_ = true, compressed_ = false;
     std::int64_t bytes_read_ = 0;
     Sha256 hash_;
     std::unique_ptr<Decoder> decoder_;

@@ -91,6 +91,13 @@ TEST(Tokenizer, SaysWhatIsWrong) {
     EXPECT_THAT(error_of([&] { train_sentencepiece({"/dev/zero"}, options, model); }), HasSubstr("/dev/zero is a device"));
     EXPECT_THAT(error_of([&] { train_sentencepiece({text}, options, text); }), HasSubstr("the output would replace an input"));
     EXPECT_EQ(read_file(text), "some text\n");
+    // What begins like compressed data or an archive is no text.
+    const std::string gzip = folder / "a.gz", zip = folder / "a.zip";
+    test::write_text(gzip, "\x1f\x8b\x08 and so on");
+    test::write_text(zip, "PK\x03\x04 and so on");
+    EXPECT_EQ(error_of([&] { train_sentencepiece({text, gzip}, options, model); }),
+              gzip + " is compressed; a tokenizer is trained on plain text, so decompress it first");
+    EXPECT_THAT(error_of([&] { train_sentencepiece({zip}, options, model); }), HasSubstr(zip + " is a zip archive"));
     // The library's own words stay inside.
     std::string characters;
     for (int code = 0x4e00; code < 0x5200; ++code)

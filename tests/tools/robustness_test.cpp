@@ -37,6 +37,7 @@ TEST_F(Robustness, WhatIsNoFileIsRefusedAtOnce) {
         expect_refused(command + path("nope.h5"), "nope.h5: no such file");
         expect_refused(command + path("pipe"), path("pipe") + " is a device, pipe or socket; a file is needed");
     }
+    expect_refused("eval perplexity " + path("run") + " " + path("pipe"), "is a device, pipe or socket");
 }
 
 // A link to itself stands for folders that one may not read: root, too, gets the system's refusal.
@@ -129,6 +130,16 @@ TEST_F(Robustness, NumbersOutOfRangeAreRefused) {
             for (const std::string number : {"0", "-5", "1152921504606846976"}) expect_refused("bench " + op + " " + option + number, option.substr(0, 8));
     expect_refused("bench nope", "unknown operator 'nope'; there are ");
     expect_refused("tokenizer train " + path("text.txt") + " --vocab-size 100 -o " + path("c"), "300");
+}
+
+TEST_F(Robustness, TokenizerTrainingReplacesOnlyWhenAsked) {
+    const std::string command = "tokenizer train " + path("text.txt") + " --vocab-size 300 -o ";
+    write_text(path("mine.model"), "mine");
+    expect_refused(command + path("mine.model"), "mine.model exists already; name another place, or give --overwrite");
+    EXPECT_EQ(read_file(path("mine.model")), "mine");
+    EXPECT_EQ(run_program(command + path("mine.model") + " --overwrite").exit_code, 0);
+    EXPECT_NE(read_file(path("mine.model")), "mine");
+    expect_refused(command + folder_->path(), "is a folder; name a file");
 }
 
 TEST_F(Robustness, TokenizerTrainingSaysTheRealCount) {
