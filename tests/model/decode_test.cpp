@@ -7,6 +7,7 @@
 namespace fenwick::model {
 namespace {
 
+using test::columns_of;
 using test::random_ids;
 using test::small_config;
 
@@ -18,14 +19,6 @@ LanguageModel small_model(const ModelConfig& config, DType dtype) {
     model.initialize(1);
     test::perturb(model, 0.05);
     return model;
-}
-
-Tensor columns_of(const Tensor& ids, std::int64_t begin, std::int64_t end) {
-    const auto all = ids.to_vector<std::int32_t>();
-    std::vector<std::int32_t> part;
-    for (std::int64_t row = 0; row < ids.size(0); ++row)
-        part.insert(part.end(), all.begin() + row * ids.size(1) + begin, all.begin() + row * ids.size(1) + end);
-    return Tensor::from(part, {ids.size(0), end - begin});
 }
 
 // The logits of all tokens, fed in pieces of these lengths.

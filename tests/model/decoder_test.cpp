@@ -11,6 +11,7 @@
 namespace fenwick::model {
 namespace {
 
+using test::columns_of;
 using test::random_ids;
 using test::small_config;
 
@@ -47,13 +48,22 @@ void round_matrices(const LanguageModel& model) {
     }
 }
 
-// ids on the host, [B, T]; columns begin .. end - 1.
-Tensor columns_of(const Tensor& ids, std::int64_t begin, std::int64_t end) {
-    const auto all = ids.to_vector<std::int32_t>();
-    std::vector<std::int32_t> part;
-    for (std::int64_t row = 0; row < ids.size(0); ++row)
-        part.insert(part.end(), all.begin() + row * ids.size(1) + begin, all.begin() + row * ids.size(1) + end);
-    return Tensor::from(part, {ids.size(0), end - begin});
+// Sizes that no kernel's tiles divide, and fewer levels than the tokens need.
+ModelConfig odd_config(ModelType type) {
+    ModelConfig config = small_config(type);
+    config.tie_embeddings = true;
+    config.vocab_size = 37;
+    config.hidden_size = 30;
+    config.intermediate_size = 23;
+    config.num_levels = 4;  // enough for 8 tokens
+    config.conv_width = 2;
+    config.num_heads = 3;
+    config.num_kv_heads = 1;
+    config.n_groups = 1;
+    config.head_dim = 10;
+    config.state_size = 9;
+    config.expand_v = 1.5;
+    return config;
 }
 
 std::vector<double> whole_logits(const LanguageModel& model, const Tensor& ids) {
@@ -113,19 +123,7 @@ TEST_P(DecoderTest, MakesRoomAsItGoes) {
 }
 
 TEST_P(DecoderTest, OtherShapes) {
-    ModelConfig config = small_config(GetParam());
-    config.tie_embeddings = true;
-    config.vocab_size = 37;
-    config.hidden_size = 30;
-    config.intermediate_size = 23;
-    config.num_levels = 4;  // enough for 8 tokens
-    config.conv_width = 2;
-    config.num_heads = 3;
-    config.num_kv_heads = 1;
-    config.n_groups = 1;
-    config.head_dim = 10;
-    config.state_size = 9;
-    config.expand_v = 1.5;
+    const ModelConfig config = odd_config(GetParam());
     const LanguageModel model = small_model(config, cpu_device);
     const Tensor ids = random_ids(3, 40, 37, 3);
     EXPECT_LT(difference(decoded(model, ids, 5, {}), whole_logits(model, ids), ids, 5), 1e-5);
@@ -205,19 +203,7 @@ TEST_P(CudaDecoder, WideModelsInBothTypes) {
 }
 
 TEST_P(CudaDecoder, OtherShapes) {
-    ModelConfig config = small_config(GetParam());
-    config.tie_embeddings = true;
-    config.vocab_size = 37;
-    config.hidden_size = 30;
-    config.intermediate_size = 23;
-    config.num_levels = 4;
-    config.conv_width = 2;
-    config.num_heads = 3;
-    config.num_kv_heads = 1;
-    config.n_groups = 1;
-    config.head_dim = 10;
-    config.state_size = 9;
-    config.expand_v = 1.5;
+    const ModelConfig config = odd_config(GetParam());
     const LanguageModel host = small_model(config, cpu_device), model = small_model(config, gpu);
     const Tensor ids = random_ids(3, 40, 37, 3);
     EXPECT_LT(difference(decoded(model, ids, 5, {}), whole_logits(host, ids), ids, 5), 2e-5);

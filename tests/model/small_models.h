@@ -86,4 +86,13 @@ inline std::pair<double, std::vector<Tensor>> loss_and_gradients(const LanguageM
 class EveryModel : public testing::TestWithParam<ModelType> {};
 inline std::string type_name(const testing::TestParamInfo<ModelType>& info) { return std::string(model::name_of(info.param)); }
 
+// ids on the host, [B, T]; columns begin .. end - 1.
+inline Tensor columns_of(const Tensor& ids, std::int64_t begin, std::int64_t end) {
+    const auto all = ids.to_vector<std::int32_t>();
+    std::vector<std::int32_t> part;
+    for (std::int64_t row = 0; row < ids.size(0); ++row)
+        part.insert(part.end(), all.begin() + row * ids.size(1) + begin, all.begin() + row * ids.size(1) + end);
+    return Tensor::from(part, {ids.size(0), end - begin});
+}
+
 }  // namespace fenwick::test
