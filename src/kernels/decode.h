@@ -143,6 +143,8 @@ FENWICK_KERNEL(decode_attention, DecodeAttention)
 // ---- sampling ------------------------------------------------------------------------------------------------------------
 // Draws an id a row from logits [rows, vocab]. Temperature, then top-k, then top-p; ties go to the lower id. Row b's draw
 // number n, n = position - first_position, takes random number n * rows + b of (seed, stream).
+// Both devices draw the same but where the random number falls within rounding of a boundary between two tokens, or where
+// tokens are within rounding of top_p: the CPU's probabilities are float64, CUDA's float32.
 struct Sample {
     std::int64_t rows = 0, vocab = 0;
     std::int64_t vocabulary = 0;  // draws ids below this alone
