@@ -7,6 +7,10 @@
 // besides y (the stream that it adds to, tails, constants), so the launch right before must not write these.
 #pragma once
 
+#include <cstddef>
+#include <variant>
+#include <vector>
+
 #include "kernels/kernel.h"
 #include "kernels/levels.h"
 
@@ -160,5 +164,64 @@ struct Sample {
     std::int64_t history = 1;          // On CUDA `drawn` is page-locked host memory
 };
 FENWICK_KERNEL(sample, Sample)
+
+// ---- a token as one launch -------------------------------------------------------------------------------------------
+// On Hopper, one row's token in bfloat16 can be a single launch whose blocks stay: each streams its share of all matrices
+// and states into shared memory, ahead of the operators that need it, and never stops at an operator's end. Operators follow
+// each other without a barrier: a value that one block hands to others says by its two lowest bits of which token it is, so
+// that whoever waits for it reads it and knows. For that every operator writes arrays of its own (zeros before the first
+// token), and each exactly once a token. Products work on x cut into two bfloat16 numbers (16 bits).
+using DecodeOperator = std::variant<DecodeProjection, DecodeSsd, DecodeGatedDeltaRule, DecodeAttention>;
+
+// Of a model: what all its layers have in common.
+struct DecodeTokenShape {
+    std::int64_t hidden = 0, mixed = 0, mlp = 0;  // inputs of: products behind a norm; "mixer out"; "down"
+    std::int64_t heads = 0, key_width = 0, value_width = 0;
+    std::int64_t norm_groups = 1;  // of the norm before "mixer out"
+};
+// How matrices are cut: a unit of 16 / slices rows, each in so many slices, one below the other, is a tensor core's operand.
+struct DecodeTokenLayout {
+    bool possible = false;
+    int slices = 0, added_slices = 0;  // of products behind a norm; of those added to the stream
+};
+struct DecodeTokenMatrix {
+    std::int64_t columns = 0, in = 0;
+    int slices = 0;
+    const void* weight = nullptr;  // [columns, in] bfloat16
+    void* packed = nullptr;        // [packed_columns(), in]: 512 bytes that a warp reads at once lie together
+    std::int64_t packed_columns() const { return (columns + 16 / slices - 1) / (16 / slices) * (16 / slices); }
+};
+// Level states [count, key_width, value_width] as [count, value_width / 4, key_width, 4].
+struct DecodeTokenStates {
+    std::int64_t count = 0, key_width = 0, value_width = 0;
+    const float* states = nullptr;
+    float* blocked = nullptr;
+};
+struct DecodeTokenSteps {
+    std::vector<std::byte> steps;  // for the device
+    int count = 0;
+    std::int64_t scratch = 0;    // floats, zeros before the first token
+    std::int64_t most_keys = 0;  // widest input
+};
+struct DecodeToken {
+    const void* steps = nullptr;  // on the device
+    int count = 0;
+    std::int64_t most_keys = 0;
+    const std::int64_t* position = nullptr;
+    const std::int32_t* ids = nullptr;  // [1]
+    const float* embedding = nullptr;   // [vocab, hidden]
+    std::int64_t hidden = 0;
+    std::int64_t first_position = 0;
+};
+namespace cuda {  // there is no other
+DecodeTokenLayout decode_token_layout(const Exec& exec, const DecodeTokenShape& shape);
+void decode_token_pack(const Exec& exec, const DecodeTokenMatrix& args);
+void decode_token_block(const Exec& exec, const DecodeTokenStates& args);
+// The operators of all layers in their order, the head last; matrices and states packed. With scratch = null only to ask
+// for its size.
+DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& layout,
+                                    const std::vector<DecodeOperator>& operators, float* scratch);
+void decode_token(const Exec& exec, const DecodeToken& args);
+}  // namespace cuda
 
 }  // namespace fenwick::kernels

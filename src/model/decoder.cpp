@@ -22,11 +22,10 @@ using kernels::DecodeColumns;
 using kernels::DecodeInput;
 using kernels::DecodeOutput;
 using kernels::DecodeProjection;
-using Operator = std::variant<DecodeProjection, kernels::DecodeSsd, kernels::DecodeGatedDeltaRule, kernels::DecodeAttention>;
 
 struct Launch {
     const char* kind;
-    Operator args;
+    kernels::DecodeOperator args;
 };
 
 void queue(const kernels::Exec& exec, const DecodeProjection& args) { kernels::decode_projection(exec, args); }
@@ -98,6 +97,8 @@ struct Decoder::Implementation {
         embedding = parameter(prefix + "embeddings.weight");
         head = packed({config.tie_embeddings ? prefix + "embeddings.weight" : "lm_head.weight"});
 
+        choose_launches();
+
         MemoryKindScope state_scope(MemoryKind::activations);
         for (const MixerState& layer : state->layers) states.push_back(converted(layer));
         position = Tensor::from(std::vector<std::int64_t>{first_position}, {1}, device);
@@ -107,6 +108,46 @@ struct Decoder::Implementation {
         for (std::int64_t i = 0; i < history; ++i) marks.emplace_back(device);
         make_scratch();
         reserve(first_position + std::max<std::int64_t>(options.reserve, 1));
+    }
+
+    // Whether a token is one launch; then the matrices are packed for it.
+    void choose_launches() {
+        if (!options.one_launch || !device.is_cuda() || batch != 1 || options.weights != DType::bfloat16 ||
+            config.type == ModelType::transformer)
+            return;
+        layout = kernels::cuda::decode_token_layout(
+            exec_of(device), {.hidden = config.hidden_size,
+                              .mixed = config.num_heads * config.value_width(),
+                              .mlp = config.mlp_width(),
+                              .heads = config.num_heads,
+                              .key_width = config.key_width(),
+                              .value_width = config.value_width(),
+                              .norm_groups = is_mamba2(config.type) ? config.n_groups : config.num_heads});
+        if (!layout.possible) return;
+        for (LayerWeights& layer : weights) {
+            layer.in = in_units(layer.in, config.hidden_size, layout.slices);
+            layer.out = in_units(layer.out, config.num_heads * config.value_width(), layout.added_slices);
+            layer.gate_up = in_units(layer.gate_up, config.hidden_size, layout.slices);
+            layer.down = in_units(layer.down, config.mlp_width(), layout.added_slices);
+        }
+        head = in_units(head, config.hidden_size, layout.slices);
+    }
+    Tensor in_units(const Tensor& matrix, std::int64_t in, int slices) const {
+        kernels::DecodeTokenMatrix args{.columns = matrix.count() / in, .in = in, .slices = slices, .weight = matrix.data()};
+        const Tensor all = Tensor::empty({args.packed_columns() * in}, DType::bfloat16, device);
+        args.packed = all.data();
+        kernels::cuda::decode_token_pack(exec_of(device), args);
+        return all;
+    }
+    Tensor blocked(const Tensor& levels) const {
+        const Tensor all = Tensor::empty(levels.shape(), DType::float32, device);
+        const std::int64_t K = config.key_width(), V = config.value_width();
+        kernels::cuda::decode_token_block(exec_of(device), {.count = levels.count() / (K * V),
+                                                            .key_width = K,
+                                                            .value_width = V,
+                                                            .states = levels.as<float>(),
+                                                            .blocked = all.as<float>()});
+        return all;
     }
 
     const Tensor& parameter(const std::string& name) const {
@@ -148,7 +189,7 @@ struct Decoder::Implementation {
             to.values = copy_of(from.values, options.weights);
             return to;
         }
-        to.levels = from.levels.clone();
+        to.levels = layout.possible ? blocked(from.levels) : from.levels.clone();
         if (!has_levels(config.type)) return to;
         const std::int64_t H = config.num_heads, keys = config.key_width() * (is_mamba2(config.type) ? config.n_groups : H);
         to.last_k = zeros({2, batch, keys});
@@ -167,38 +208,43 @@ struct Decoder::Implementation {
     }
     static Tensor copy_of(const Tensor& from, DType dtype) { return from.dtype() == dtype ? from.clone() : from.to(dtype); }
 
+    Tensor scratch(std::int64_t columns) const { return Tensor::zeros({batch, columns}, DType::float32, device); }
     void make_scratch() {
-        const auto make = [&](std::int64_t columns) { return Tensor::zeros({batch, columns}, DType::float32, device); };
+        stream = scratch(config.hidden_size);
+        logits = scratch(config.vocab_size);
+        make_layer_scratch();
+        if (config.type != ModelType::transformer) return;
+        const std::int64_t H = config.num_heads, V = config.value_width();
+        attention_parts = scratch(H * kernels::decode_attention_parts * (V + 2));
+        arrived = Tensor::from(std::vector<std::int32_t>(static_cast<std::size_t>(batch * H), 0), {batch, H}, device);
+        std::vector<double> turns;
+        for (std::int64_t i = 0; i < V / 2; ++i)
+            turns.push_back(std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(V)) /
+                            (2 * std::numbers::pi));
+        turns_a_token = Tensor::from(turns, {V / 2}, device);
+    }
+    // What a layer's operators give to each other.
+    void make_layer_scratch() {
         const std::int64_t H = config.num_heads, K = config.key_width(), V = config.value_width();
-        const std::int64_t levels = has_levels(config.type) ? config.num_levels : 0;
-        stream = make(config.hidden_size);
-        hidden = make(config.mlp_width());
-        logits = make(config.vocab_size);
-        o = make(H * V);
+        hidden = scratch(config.mlp_width());
+        o = scratch(H * V);
         if (is_mamba2(config.type)) {
-            gate = make(H * V);
-            mixed = make(H * V + 2 * config.n_groups * K);
+            gate = scratch(H * V);
+            mixed = scratch(H * V + 2 * config.n_groups * K);
         } else if (is_gated_deltanet(config.type)) {
-            gate = make(H * V);
-            q = make(H * K);
-            k = make(H * K);
-            v = make(H * V);
-            beta = make(H);
+            gate = scratch(H * V);
+            q = scratch(H * K);
+            k = scratch(H * K);
+            v = scratch(H * V);
+            beta = scratch(H);
         } else {
-            q = make(H * V);
-            k = make(config.kv_heads() * V);
-            v = make(config.kv_heads() * V);
-            attention_parts = make(H * kernels::decode_attention_parts * (V + 2));
-            arrived = Tensor::from(std::vector<std::int32_t>(static_cast<std::size_t>(batch * H), 0), {batch, H}, device);
-            std::vector<double> turns;
-            for (std::int64_t i = 0; i < V / 2; ++i)
-                turns.push_back(std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / static_cast<double>(V)) /
-                                (2 * std::numbers::pi));
-            turns_a_token = Tensor::from(turns, {V / 2}, device);
+            q = scratch(H * V);
+            k = scratch(config.kv_heads() * V);
+            v = scratch(config.kv_heads() * V);
         }
-        step = make(H);
-        log_decay = make(H);
-        if (levels > 0) level_scales = make(H * levels);
+        step = scratch(H);
+        log_decay = scratch(H);
+        if (level_count() > 0) level_scales = scratch(H * level_count());
     }
 
     // Room for `tokens` tokens in all; the launches then name the new memory.
@@ -226,9 +272,15 @@ struct Decoder::Implementation {
 
     void compile() {
         launches.clear();
+        scratch_of_layers.clear();
         const std::string prefix(name_prefix(config.type));
         for (std::int64_t i = 0; i < config.num_layers; ++i) {
             const std::string layer = fmt::format("{}layers.{}.", prefix, i);
+            if (layout.possible) {  // every layer writes arrays of its own
+                make_layer_scratch();
+                for (const Tensor& x : {hidden, gate, mixed, q, k, v, o, step, log_decay, beta, level_scales})
+                    scratch_of_layers.push_back(x);
+            }
             const LayerWeights& matrices = weights[static_cast<std::size_t>(i)];
             LayerState& state = states[static_cast<std::size_t>(i)];
             if (is_mamba2(config.type))
@@ -243,6 +295,26 @@ struct Decoder::Implementation {
         }
         add_normed("head", prefix + (is_mamba2(config.type) ? "norm_f.weight" : "norm.weight"), head,
                    {{.columns = config.vocab_size, .out = logits.as<float>()}});
+        if (!layout.possible) return;
+        std::vector<kernels::DecodeOperator> operators;
+        for (const Launch& launch : launches) operators.push_back(launch.args);
+        const kernels::Exec exec = exec_of(device);
+        const auto make = [&](float* scratch) {
+            return kernels::cuda::decode_token_steps(exec, layout, operators, scratch);
+        };
+        token_scratch = Tensor::zeros({make(nullptr).scratch}, DType::float32, device);
+        const kernels::DecodeTokenSteps steps = make(token_scratch.as<float>());
+        token_steps =
+            Tensor::from(std::span(reinterpret_cast<const std::int32_t*>(steps.steps.data()), steps.steps.size() / 4),
+                         {static_cast<std::int64_t>(steps.steps.size() / 4)}, device);
+        token = {.steps = token_steps.data(),
+                 .count = steps.count,
+                 .most_keys = steps.most_keys,
+                 .position = position.as<std::int64_t>(),
+                 .ids = ids.as<std::int32_t>(),
+                 .embedding = embedding.as<float>(),
+                 .hidden = config.hidden_size,
+                 .first_position = first_position};
     }
 
     // The norm of the stream goes into a product.
@@ -264,7 +336,7 @@ struct Decoder::Implementation {
     void add_to_stream(const char* kind, const Tensor& matrix, DecodeProjection input) {
         input.dtype = options.weights;
         input.rows = batch;
-        input.in = matrix.columns() * matrix.rows() / config.hidden_size;
+        input.in = matrix.count() / config.hidden_size;
         input.weight = matrix.data();
         input.eps = config.norm_eps;
         input.parts = 1;
@@ -429,8 +501,12 @@ struct Decoder::Implementation {
     }
     void queue_token() const {
         const kernels::Exec exec = exec_of(device);
-        queue_embedding(exec);
-        for (const Launch& launch : launches) std::visit([&](const auto& args) { queue(exec, args); }, launch.args);
+        if (layout.possible) {
+            kernels::cuda::decode_token(exec, token);
+        } else {
+            queue_embedding(exec);
+            for (const Launch& launch : launches) std::visit([&](const auto& args) { queue(exec, args); }, launch.args);
+        }
         queue_sample(exec);
     }
 
@@ -465,6 +541,11 @@ struct Decoder::Implementation {
     std::optional<StagingBuffer> drawn_ids;  // page-locked: the device writes ids there
     std::vector<TimeMark> marks;
     std::vector<Launch> launches;
+    // Of a token that is one launch
+    kernels::DecodeTokenLayout layout;
+    kernels::DecodeToken token;
+    Tensor token_steps, token_scratch;
+    std::vector<Tensor> scratch_of_layers;
     DeviceGraph graph;
     bool warm = false;
 };
@@ -510,6 +591,11 @@ std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
         const TimeMark end(self.device);
         times.emplace_back(kind, seconds_between(begin, end) / repetitions);
     };
+    if (self.layout.possible) {
+        time("all layers", [&] { kernels::cuda::decode_token(exec, self.token); });
+        time("sample", [&] { self.queue_sample(exec); });
+        return times;
+    }
     time("embedding", [&] { self.queue_embedding(exec); });
     std::vector<std::string> kinds;
     for (const Launch& launch : self.launches)
@@ -523,6 +609,7 @@ std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
     return times;
 }
 
+bool Decoder::is_one_launch() const { return implementation_->layout.possible; }
 Tensor Decoder::logits() const { return implementation_->logits; }
 std::int64_t Decoder::position() const { return implementation_->queued_position; }
 

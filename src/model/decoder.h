@@ -15,6 +15,7 @@ namespace fenwick::model {
 struct DecoderOptions {
     DType weights = DType::float32;  // of the matrices, and of the Transformer's cache; bfloat16 on CUDA
     bool graph = true;               // false: every launch by itself, for comparison
+    bool one_launch = true;          // false: a launch an operator, even where a token can be one (kernels/decode.h)
     std::int64_t reserve = 256;      // tokens to make room for at first; it grows as needed
     // Of the draws: kernels::Sample.
     std::int64_t vocabulary = 0;  // ids below this alone; 0: all
@@ -44,6 +45,7 @@ public:
 
     Tensor logits() const;          // [batch, vocab] float32, of the last advance(); overwritten by the next
     std::int64_t position() const;  // tokens taken in, queued ones included
+    bool is_one_launch() const;     // whether a token is a single launch
 
     // Seconds that the launches of one kind take of a token, each kind by itself: for benchmarks. The state is garbage then.
     std::vector<std::pair<std::string, double>> time_by_kind();

@@ -244,11 +244,11 @@ inline void __threadfence() {}
 inline int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
 
 // Attributes change when a kernel starts, not what it does.
-inline constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0;
+inline constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaLaunchAttributeCooperative = 1;
 struct cudaLaunchAttribute {
     int id;
     struct {
-        int programmaticStreamSerializationAllowed;
+        int programmaticStreamSerializationAllowed, cooperative;
     } val;
 };
 struct cudaLaunchConfig_t {

@@ -202,6 +202,42 @@ TEST_P(CudaDecoder, WideModelsInBothTypes) {
     }
 }
 
+// A token as one launch: units that the blocks do not divide, several norm groups, enough tokens for every kind of merge.
+TEST_P(CudaDecoder, OneLaunch) {
+    if (GetParam() == ModelType::transformer) GTEST_SKIP() << "the Transformer has none";
+    for (const bool wide : {false, true}) {
+        ModelConfig config = small_config(GetParam());
+        config.vocab_size = 257;
+        config.hidden_size = wide ? 384 : 256;
+        config.intermediate_size = wide ? 2304 : 768;
+        config.num_heads = is_gated_deltanet(GetParam()) ? 2 : 8;
+        config.head_dim = is_gated_deltanet(GetParam()) ? 192 : wide ? 96 : 64;
+        config.expand_v = 2;
+        config.n_groups = wide ? 2 : 1;
+        config.state_size = wide ? 64 : 128;
+        config.num_levels = wide ? 4 : 10;
+        config.level_overflow = ops::LevelOverflow::clamp;
+        config.num_layers = 3;
+        const LanguageModel host = small_model(config, cpu_device), model = small_model(config, gpu);
+        round_matrices(host);
+        round_matrices(model);
+        if (!Decoder(model, *model.new_state(1), {.weights = DType::bfloat16}).is_one_launch())
+            GTEST_SKIP() << "needs Hopper";
+        const Tensor ids = random_ids(1, 140, 257, 4);
+        const auto whole = whole_logits(host, ids);
+        const double largest = std::abs(
+            *std::max_element(whole.begin(), whole.end(), [](double a, double b) { return std::abs(a) < std::abs(b); }));
+        for (const auto first : starts) {
+            const auto logits = decoded(model, ids, first, {.weights = DType::bfloat16});
+            EXPECT_LT(difference(logits, whole, ids, first), 5e-5 * largest) << wide << " " << first;
+            EXPECT_EQ(logits, decoded(model, ids, first, {.weights = DType::bfloat16, .graph = false, .reserve = 1}))
+                << wide << " " << first;
+        }
+        EXPECT_LT(difference(decoded(model, ids, 29, {.weights = DType::bfloat16, .one_launch = false}), whole, ids, 29),
+                  2e-5 * largest);
+    }
+}
+
 TEST_P(CudaDecoder, OtherShapes) {
     const ModelConfig config = odd_config(GetParam());
     const LanguageModel host = small_model(config, cpu_device), model = small_model(config, gpu);

@@ -10,21 +10,18 @@
 namespace fenwick::kernels::cuda::dependent {
 
 template <class... Parameters, class... Arguments>
-void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-            Arguments&&... arguments) {
+void launch_with(cudaLaunchAttribute attribute, const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid,
+                 dim3 block, std::size_t shared_bytes, Arguments&&... arguments) {
     if (shared_bytes > 48 * 1024)
         FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(shared_bytes)));
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_of(exec);
-    config.attrs = &early;
+    config.attrs = &attribute;
     config.numAttrs = 1;
     const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
     if (status != cudaSuccess) [[unlikely]] {
@@ -32,6 +29,24 @@ void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim
         fail("[{}] launching {} x {} blocks of {} threads, {} bytes of shared memory failed: {}", op, grid.x, grid.y,
              block.x, shared_bytes, cudaGetErrorString(status));
     }
+}
+// May begin before what is queued ahead of it has ended.
+template <class... Parameters, class... Arguments>
+void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+            Arguments&&... arguments) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    launch_with(early, op, exec, kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
+}
+// All blocks run at the same time, so that they may wait for each other.
+template <class... Parameters, class... Arguments>
+void launch_together(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                     std::size_t shared_bytes, Arguments&&... arguments) {
+    cudaLaunchAttribute together{};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    launch_with(together, op, exec, kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
 }
 
 inline int multiprocessors(const Exec& exec) {

@@ -15,10 +15,11 @@
 #include "kernels/ssd.h"
 #include "kernels/swiglu.h"
 
-#define FENWICK_CUDA_STUB(name, Args)                                                                             \
-    void name(const Exec&, const Args&) {                                                                         \
-        fail("[" #name "] this program was built without CUDA code for it; set device: cpu, or build with the CUDA " \
-             "Toolkit (cmake --preset cuda)");                                                                    \
+#define FENWICK_CUDA_STUB(name, Args)                                                                      \
+    void name(const Exec&, const Args&) {                                                                  \
+        fail("[" #name                                                                                     \
+             "] this program was built without CUDA code for it; set device: cpu, or build with the CUDA " \
+             "Toolkit (cmake --preset cuda)");                                                             \
     }
 
 namespace fenwick::kernels::cuda {
@@ -40,6 +41,15 @@ FENWICK_CUDA_STUB(decode_projection, DecodeProjection)
 #ifndef FENWICK_CUDA_DECODE_SCAN
 FENWICK_CUDA_STUB(decode_ssd, DecodeSsd)
 FENWICK_CUDA_STUB(decode_gated_delta_rule, DecodeGatedDeltaRule)
+#endif
+#ifndef FENWICK_CUDA_DECODE_TOKEN
+FENWICK_CUDA_STUB(decode_token_pack, DecodeTokenMatrix)
+FENWICK_CUDA_STUB(decode_token_block, DecodeTokenStates)
+FENWICK_CUDA_STUB(decode_token, DecodeToken)
+DecodeTokenLayout decode_token_layout(const Exec&, const DecodeTokenShape&) { return {}; }
+DecodeTokenSteps decode_token_steps(const Exec&, const DecodeTokenLayout&, const std::vector<DecodeOperator>&, float*) {
+    return {};
+}
 #endif
 #ifndef FENWICK_CUDA_ELEMENTWISE
 FENWICK_CUDA_STUB(axpby, Axpby)
