@@ -6,10 +6,12 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <tuple>
 
 #include "base/memory.h"
 #include "base/memory_cuda.h"
 #include "kernels/gated_delta_rule.h"
+#include "support/accuracy.h"
 #include "support/random_tensor.h"
 #include "support/reference_gated_delta_rule.h"
 #include "support/sampling.h"
@@ -347,6 +349,32 @@ TEST_F(CudaGatedDeltaRule, RepeatsBitForBit) {
                 expect_same_bits(on_gpu(x, d_o, dtype), first);
             }
         }
+}
+
+// The walks of Hopper against the general kernels, which are those that take rows without 16-byte alignment.
+TEST_F(CudaGatedDeltaRule, WalksAreAsExactAsTheGeneralKernels) {
+    if (!test::is_hopper(cuda_device_name(0))) GTEST_SKIP() << "this GPU has the general kernels alone";
+    const std::tuple<const char*, std::vector<std::int64_t>, bool> cases[] = {
+        {"1000 tokens", packed({1000}), false},
+        {"2048 tokens", packed({2048}), false},
+        {"packed", packed({1, 300, 63, 700, 512, 130}), false},
+        {"strong decay", packed({1000}), true},
+    };
+    for (std::int64_t levels : {std::int64_t{0}, levels_of(2048)}) {
+        test::AccuracyTable table(levels > 0 ? "log_linear_gated_delta_rule" : "gated_delta_rule");
+        for (const auto& [name, offsets, strong] : cases) {
+            auto x = Problem::random(offsets, 4, 192, 384, levels, 1, 0.02);
+            for (std::size_t i = 0; strong && i < x.g.size(); i += 7) x.g[i] = -80;
+            round_inputs(x, DType::bfloat16);
+            const auto d_o = random_gradient(x);
+            const Results exact = on_cpu(x, d_o), fast = on_gpu(x, d_o, DType::bfloat16),
+                          slow = on_gpu(x, d_o, DType::bfloat16, 3);
+            table.add(name, "o", fast.o, slow.o, exact.o);
+            for (const auto& [result, field] : gradients)
+                if (!(exact.*field).empty()) table.add(name, result, fast.*field, slow.*field, exact.*field);
+        }
+        table.check();
+    }
 }
 
 // Tokens one, two, or many a call, with carried state, against the whole sequence at once.

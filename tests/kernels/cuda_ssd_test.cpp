@@ -9,6 +9,7 @@
 #include "base/memory_cuda.h"
 #include "base/random.h"
 #include "kernels/ssd.h"
+#include "support/accuracy.h"
 #include "support/random_tensor.h"
 #include "support/sampling.h"
 
@@ -401,6 +402,35 @@ TEST_F(CudaSsd, RepeatsBitForBit) {
             for (int repeat = 0; repeat < 3; ++repeat) EXPECT_TRUE(first == on_gpu(c, a, dtype).bytes);
             EXPECT_TRUE(first == on_gpu(c, a, dtype, true).bytes) << "with the states that forward has kept";
         }
+}
+
+// The pipelined kernels against the general ones, which are those that take rows without 16-byte alignment.
+TEST_F(CudaSsd, PipelinedKernelsAreAsExactAsTheGeneralOnes) {
+    if (!test::is_hopper(cuda_device_name(0))) GTEST_SKIP() << "this GPU has the general kernels alone";
+    const std::pair<const char*, Case> cases[] = {
+        {"1000 tokens", {.offsets = packed({1000}), .decay = 0.02}},
+        {"2048 tokens", {.offsets = packed({2048}), .decay = 0.02}},
+        {"packed", {.offsets = packed({1, 300, 63, 700, 512, 130}), .decay = 0.02}},
+        {"strong decay", {.offsets = packed({1000}), .decay = 0.1, .strong = 0.1}},
+    };
+    for (std::int64_t levels : {std::int64_t{0}, levels_of(2048)}) {
+        test::AccuracyTable table(levels > 0 ? "log_linear_ssd" : "ssd");
+        for (const auto& [name, base] : cases) {
+            Case c = base;
+            c.heads = 24, c.key_width = 128, c.value_width = 64, c.levels = levels;
+            const Arrays a = random_arrays(c, DType::bfloat16, 1000);
+            const Results exact = on_cpu(c, a), fast = on_gpu(c, a, DType::bfloat16);
+            c.shift = 1;
+            const Results slow = on_gpu(c, a, DType::bfloat16);
+            table.add(name, "o", fast.o, slow.o, exact.o);
+            table.add(name, "dq", fast.dq, slow.dq, exact.dq);
+            table.add(name, "dk", fast.dk, slow.dk, exact.dk);
+            table.add(name, "dv", fast.dv, slow.dv, exact.dv);
+            table.add(name, "dg", fast.dg, slow.dg, exact.dg);
+            if (levels > 0) table.add(name, "dlevel_scales", fast.dlevel_scales, slow.dlevel_scales, exact.dlevel_scales);
+        }
+        table.check();
+    }
 }
 
 // Tokens one, two, or many a call, with carried state, against the whole sequence at once.
