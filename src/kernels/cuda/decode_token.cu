@@ -110,17 +110,18 @@ __device__ __forceinline__ void store_word(void* to, float x, std::uint32_t tag)
 __host__ __device__ inline const std::uint32_t* words_of(const float* x) {
     return reinterpret_cast<const std::uint32_t*>(x);
 }
-// Polls N words at once.
+// Whoever polls asks for all words before it looks at the first: an answer takes about half a microsecond.
+template <int N, class From>
+__device__ __forceinline__ void ask(std::uint32_t (&words)[N], From&& from) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) words[i] = load_word(from(i));
+}
 template <int N>
-__device__ __forceinline__ void poll(std::uint32_t (&x)[N], const std::uint32_t* const (&from)[N], std::uint32_t tag) {
-    bool again;
-    do {
-        again = false;
+__device__ __forceinline__ bool are_of(const std::uint32_t (&words)[N], std::uint32_t tag) {
+    bool all = true;
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = load_word(from[i]);
-#pragma unroll
-        for (int i = 0; i < N; ++i) again |= !is_of(x[i], tag);
-    } while (again);
+    for (int i = 0; i < N; ++i) all = all && is_of(words[i], tag);
+    return all;
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------------------------
@@ -254,28 +255,20 @@ template <int N>
 __device__ __forceinline__ void take_input(const Worker& w, const Step& step) {
     Shared& s = w.s;
     const int thread = w.warp * 32 + w.lane, groups_of_4 = step.in / 4, slice = groups_of_4 / step.slices;
-    Words x[N];
-    float squares = 0;
-    bool again;
+    const bool has_squares = 4 * thread < step.squares;
+    const Words none = {{w.tag, w.tag, w.tag, w.tag}};
+    Words x[N], y;
+    bool all;
     do {
-        again = false;
 #pragma unroll
         for (int i = 0; i < N; ++i)
-            if (thread + i * workers < groups_of_4)
-                x[i] = load_words(step.x + 4 * (thread + i * workers));
-            else
-                x[i] = {{w.tag, w.tag, w.tag, w.tag}};
+            x[i] = thread + i * workers < groups_of_4 ? load_words(step.x + 4 * (thread + i * workers)) : none;
+        y = has_squares ? load_words(step.x_squares + 4 * thread) : none;
+        all = are_of(y.word, w.tag);
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) again |= !is_of(x[i].word[j], w.tag);
-    } while (again);
-    if (4 * thread < step.squares) {
-        Words y;
-        do y = load_words(step.x_squares + 4 * thread);
-        while (!is_of(y.word[0], w.tag) || !is_of(y.word[1], w.tag) || !is_of(y.word[2], w.tag) || !is_of(y.word[3], w.tag));
-        squares = (number(y.word[0]) + number(y.word[1])) + (number(y.word[2]) + number(y.word[3]));
-    }
+        for (int i = 0; i < N; ++i) all = are_of(x[i].word, w.tag) && all;
+    } while (!all);
+    float squares = has_squares ? (number(y.word[0]) + number(y.word[1])) + (number(y.word[2]) + number(y.word[3])) : 0.0f;
     if (step.groups > 1) {
         s.partial[thread] = squares;
         synchronize_workers();
@@ -513,34 +506,24 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
         }
         const float skip = a.skip[h], norm = step.norm[(h * static_cast<int>(a.value_width) + own) % step.norm_width];
         // This token's
-        std::uint32_t q[C], k[C], some[7], value[4];
-        const std::uint32_t *q_from[C], *k_from[C], *some_from[7], *value_from[4];
-        const std::uint32_t* const u_from = words_of(a.u) + h * a.value_width + column;
-#pragma unroll
-        for (int i = 0; i < C; ++i) {
-            q_from[i] = words_of(a.q) + group * keys + lane + 32 * i;
-            k_from[i] = words_of(a.k) + group * keys + lane + 32 * i;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) value_from[j] = u_from + j;
         const auto scale_from = [&](int of) {
-            return words_of(a.level_scales) + h * a.levels + min(of, static_cast<int>(a.levels) - 1);
+            return words_of(scaled ? a.level_scales + h * a.levels + min(of, static_cast<int>(a.levels) - 1) : a.step + h);
         };
-        some_from[0] = words_of(a.log_decay) + h;
-        some_from[1] = words_of(a.step) + h;
-        some_from[2] = step.gate + h * a.value_width + own;
-        some_from[3] = scaled ? scale_from(level) : some_from[0];
-        some_from[4] = scaled ? scale_from(levels.merged) : some_from[0];
-        some_from[5] = scaled ? scale_from(0) : some_from[0];
-        some_from[6] = some_from[0];
-        poll(q, q_from, w.tag);
-        poll(k, k_from, w.tag);
-        poll(value, value_from, w.tag);
-        poll(some, some_from, w.tag);
+        const std::uint32_t* const some_from[] = {words_of(a.log_decay) + h,           words_of(a.step) + h,
+                                                  step.gate + h * a.value_width + own, scale_from(level),
+                                                  scale_from(levels.merged),           scale_from(0)};
+        std::uint32_t q[C], k[C], some[6];
+        Words value;
+        do {
+            ask(q, [&](int i) { return words_of(a.q) + group * keys + lane + 32 * i; });
+            ask(k, [&](int i) { return words_of(a.k) + group * keys + lane + 32 * i; });
+            value = load_words(words_of(a.u) + h * a.value_width + column);
+            ask(some, [&](int i) { return some_from[i]; });
+        } while (!(are_of(q, w.tag) && are_of(k, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag)));
         const float decay = expf(number(some[0])), token_step = number(some[1]);
         float v[4], sum[4] = {}, query_key = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v[j] = token_step * number(value[j]);
+        for (int j = 0; j < 4; ++j) v[j] = token_step * number(value.word[j]);
         const float weight = lane < levels.merging || !scaled ? factor : number(some[3]) * factor * decay;
         float x[C][4];
 #pragma unroll
@@ -586,8 +569,8 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
         query_key = team_sum(query_key);
         const float total = dependent::transposed_sum(sum, lane);
         const float own_v = pick(v, state_column(lane));
-        const float own_u = number((state_column(lane) & 2) != 0 ? ((state_column(lane) & 1) != 0 ? value[3] : value[2])
-                                                                 : ((state_column(lane) & 1) != 0 ? value[1] : value[0]));
+        const float u_of[4] = {number(value.word[0]), number(value.word[1]), number(value.word[2]), number(value.word[3])};
+        const float own_u = pick(u_of, state_column(lane));
         const float o = total + (scaled ? number(some[5]) * query_key * own_v : 0.0f) + skip * own_u;
         give_on(w, step, unit, o, number(some[2]), norm);
         if (!scaled) continue;
@@ -629,7 +612,7 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
         }
         const float norm = step.norm[(h * static_cast<int>(a.value_width) + own) % step.norm_width];
         const auto scale_from = [&](int of) {
-            return words_of(a.level_scales) + h * a.levels + min(of, static_cast<int>(a.levels) - 1);
+            return words_of(scaled ? a.level_scales + h * a.levels + min(of, static_cast<int>(a.levels) - 1) : a.beta + h);
         };
         Levels list = levels;
         int level = levels.merged;  // lane e's: that of the e-th state that is written
@@ -639,24 +622,16 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
                 const int l = list.next(levels.merging + e - 1);
                 if (e == lane) level = l;
             }
-        std::uint32_t q_words[C], k_words[C], some[5], value[4];
-        const std::uint32_t *q_from[C], *k_from[C], *some_from[5], *value_from[4];
-#pragma unroll
-        for (int i = 0; i < C; ++i) {
-            q_from[i] = words_of(a.q) + h * keys + lane + 32 * i;
-            k_from[i] = words_of(a.k) + h * keys + lane + 32 * i;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) value_from[j] = words_of(a.v) + h * a.value_width + column + j;
-        some_from[0] = words_of(a.log_decay) + h;
-        some_from[1] = words_of(a.beta) + h;
-        some_from[2] = step.gate + h * a.value_width + own;
-        some_from[3] = scaled ? scale_from(level) : some_from[0];
-        some_from[4] = scaled ? scale_from(0) : some_from[0];
-        poll(q_words, q_from, w.tag);
-        poll(k_words, k_from, w.tag);
-        poll(value, value_from, w.tag);
-        poll(some, some_from, w.tag);
+        const std::uint32_t* const some_from[] = {words_of(a.log_decay) + h, words_of(a.beta) + h,
+                                                  step.gate + h * a.value_width + own, scale_from(level), scale_from(0)};
+        std::uint32_t q_words[C], k_words[C], some[5];
+        Words value;
+        do {
+            ask(q_words, [&](int i) { return words_of(a.q) + h * keys + lane + 32 * i; });
+            ask(k_words, [&](int i) { return words_of(a.k) + h * keys + lane + 32 * i; });
+            value = load_words(words_of(a.v) + h * a.value_width + column);
+            ask(some, [&](int i) { return some_from[i]; });
+        } while (!(are_of(q_words, w.tag) && are_of(k_words, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag)));
         const float decay = expf(number(some[0])), beta = number(some[1]), weight = scaled ? number(some[3]) : 1.0f;
         float q[C], k[C], products[3] = {};
 #pragma unroll
@@ -679,7 +654,7 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
         }
         float o = 0, v[4];  // o of this lane's column
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v[j] = number(value[j]);
+        for (int j = 0; j < 4; ++j) v[j] = number(value.word[j]);
         float x[C][4];
 #pragma unroll
         for (int i = 0; i < C; ++i)
@@ -989,8 +964,9 @@ DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& l
             }
             if (adds) begin_stream(step, i + 1);
             const int units = static_cast<int>(ceil_div(product->columns(), rows)), unit_bytes = rows * step.in * 2;
-            // At most most_share units a block at a time
-            const int at_once = adds ? units : most_share * blocks;
+            // A warp finishes one unit, or more of those that need nothing besides.
+            const bool plain = product->parts == 1 && product->part[0].kind == DecodeOutput::store;
+            const int at_once = adds ? units : (plain ? slots / 2 - 1 : most_share) * blocks;
             for (int begin = 0; begin < units; begin += at_once) {
                 Step part = step;
                 part.units = std::min(at_once, units - begin);
