@@ -30,14 +30,15 @@ using pipeline::wait;
 
 constexpr int warps = 8, pairs = warps / 2, workers = warps * 32;
 constexpr int producer_warp = warps, describer_warp = warps + 1, block_threads = (warps + 2) * 32;
-constexpr int slots = 64;        // pieces in the ring; more than any two operators in a row have a block
+constexpr int slots = 64;        // pieces in the ring; fewer lie between two points that all warps of a block pass
 constexpr int window = 40960;    // bytes under way
 constexpr int most_share = 8;    // units of a product a block: a warp finishes one
 constexpr int most_keys = 4096;  // of a product's input
 constexpr int most_squares = 4 * workers, most_groups = 64;
 constexpr int kept_steps = 3;
-constexpr int state_columns = 4, state_piece = 12288;  // of a unit of states; bytes of a piece, about
-constexpr int most_live = 32;                          // levels that a token reads
+constexpr int state_columns = 4;  // of a unit of states
+constexpr int most_live = 32;     // levels that a token reads
+static_assert(most_live + 2 * most_share < slots);
 constexpr int shared_limit = 232448;
 constexpr std::uint32_t tag_mask = 3;
 
@@ -46,7 +47,7 @@ enum class StepKind : int { embedding, product, ssd, gated_delta_rule };
 struct alignas(16) Step {
     StepKind kind;
     int units, share, rows;     // units of all blocks, of a block; rows of a unit (product, embedding)
-    int columns, first_column;  // of the product in all; of unit 0
+    int columns, first_column;  // of the product in all; of unit 0 (states: its number)
     // A product's input: words x [in] in `slices`, `fragments` of 16 keys for each warp of a pair; divided by the root mean
     // square of each of `groups` slices, whose sums of squares come as `squares` words (groups = 0: not divided).
     int in, slices, fragments, groups, squares;
@@ -124,6 +125,12 @@ __device__ __forceinline__ bool are_of(const std::uint32_t (&words)[N], std::uin
     return all;
 }
 
+__device__ __forceinline__ void arrive(Barrier* barrier, int times) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(pipeline::address_of(barrier)),
+                 "r"(times)
+                 : "memory");
+}
+
 // ---- shared memory ---------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void load_shared(std::uint32_t (&x)[4], std::uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
@@ -163,10 +170,6 @@ struct Levels {
         return level;
     }
 };
-__host__ __device__ constexpr int levels_a_piece(int unit_bytes) {
-    return state_piece / unit_bytes > 1 ? state_piece / unit_bytes : 1;
-}
-
 struct Share {
     int first, units;
 };
@@ -209,23 +212,20 @@ __device__ void produce(Shared& s, const Stream* streams, int count, unsigned ch
     for (int i = 0; i < count; ++i) {
         const Stream stream = streams[i];
         const Share share = share_of(stream.units, stream.share);
+        if (share.units == 0) continue;
         const unsigned char* from = stream.from + static_cast<std::int64_t>(share.first) * stream.unit_bytes;
-        for (int u = 0; u < share.units; ++u, from += stream.unit_bytes) {
-            if (stream.level_bytes == 0) {
-                const int half = stream.unit_bytes / 2;
-                for (int side = 0; side < 2; ++side) {
-                    const int slot = place(half);
-                    copy_bulk_once(ring + s.offset[slot], from + side * half, half, &s.full[slot]);
-                }
-            } else {
-                Levels levels(t, first_position, stream.scaled != 0);
-                const int most = levels_a_piece(stream.unit_bytes);
-                for (int first = 0; first < levels.count; first += most) {
-                    const int here = min(most, levels.count - first), slot = place(here * stream.unit_bytes);
-                    for (int e = 0; e < here; ++e)
-                        copy_bulk_once(ring + s.offset[slot] + e * stream.unit_bytes,
-                                       from + levels.next(first + e) * stream.level_bytes, stream.unit_bytes, &s.full[slot]);
-                }
+        if (stream.level_bytes == 0) {
+            const int half = stream.unit_bytes / 2;
+            for (int piece = 0; piece < 2 * share.units; ++piece, from += half) {
+                const int slot = place(half);
+                copy_bulk_once(ring + s.offset[slot], from, half, &s.full[slot]);
+            }
+        } else {
+            Levels levels(t, first_position, stream.scaled != 0);
+            const int bytes = share.units * stream.unit_bytes;
+            for (int e = 0; e < levels.count; ++e) {
+                const int slot = place(bytes);
+                copy_bulk_once(ring + s.offset[slot], from + levels.next(e) * stream.level_bytes, bytes, &s.full[slot]);
             }
         }
     }
@@ -244,9 +244,10 @@ struct Worker {
         wait(&s.full[n % slots], n / slots & 1);
         return ring + static_cast<std::uint32_t>(*static_cast<volatile int*>(&s.offset[n % slots]));
     }
-    __device__ void give_back(int n) const {
+    // Room for `readers` of the block's warps.
+    __device__ void give_back(int n, int readers) const {
         __syncwarp();
-        if (lane == 0) arrive(&s.free[n % slots]);
+        if (lane == 0) arrive(&s.free[n % slots], readers);
     }
 };
 
@@ -347,7 +348,7 @@ __device__ __forceinline__ void multiply(const Worker& w, const Step& step, Shar
 #pragma unroll
             for (int i = 0; i < P; ++i) tile::mma_16x8x16(c[i % 4], a[b % 2][i], x[b * P + i][0], x[b * P + i][1]);
         }
-        w.give_back(piece);
+        w.give_back(piece, warps);
         // Column 2c + n of the result is slice c of x, number n. Row r slices + c of the operand is slice c of row r.
         const float low = (c[0][0] + c[0][1]) + (c[1][0] + c[1][1]) + ((c[2][0] + c[2][1]) + (c[3][0] + c[3][1]));
         const float high = (c[0][2] + c[0][3]) + (c[1][2] + c[1][3]) + ((c[2][2] + c[2][3]) + (c[3][2] + c[3][3]));
@@ -480,12 +481,12 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
     const int heads = static_cast<int>(a.heads);
     const bool scaled = a.levels > 0;
     const int now = static_cast<int>(w.t & 1), next = now ^ 1;
-    const int unit_bytes = keys * state_columns * 4, most = levels_a_piece(unit_bytes);
+    const int unit_bytes = keys * state_columns * 4;
     const Levels levels(w.t, w.first_position, scaled);
-    const int pieces = (levels.count + most - 1) / most;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
-    for (int u = w.warp; u < share.units; u += warps) {
-        const int unit = share.first + u, h = unit / across, across_at = unit % across;
+    synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
+    if (const int u = w.warp; u < share.units) {
+        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit % across;
         const int group = h / (heads / static_cast<int>(a.groups)), column = across_at * state_columns;
         const int own = column + state_column(lane);
         // What the last token left, and constants
@@ -530,27 +531,24 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
         for (int i = 0; i < C; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[i][j] = last_k[i] * last_v[j];
-        for (int p = 0, e = 0; p < pieces; ++p) {
-            const int number_of_piece = w.piece + u * pieces + p, end = min(levels.count, (p + 1) * most);
-            std::uint32_t at = w.await(number_of_piece) + static_cast<std::uint32_t>(lane * 16);
-            for (; e < end; ++e, at += static_cast<std::uint32_t>(unit_bytes)) {
-                const float f = __shfl_sync(0xffffffffu, weight, e);
-                const bool merging = e < levels.merging || !scaled;
+        for (int e = 0; e < levels.count; ++e) {
+            const std::uint32_t at = w.await(w.piece + e) + static_cast<std::uint32_t>(u * unit_bytes + lane * 16);
+            const float f = __shfl_sync(0xffffffffu, weight, e);
+            const bool merging = e < levels.merging || !scaled;
 #pragma unroll
-                for (int i = 0; i < C; ++i) {
-                    float state[4];
-                    load_shared(state, at + static_cast<std::uint32_t>(i * 512));
-                    const float query = number(q[i]);
+            for (int i = 0; i < C; ++i) {
+                float state[4];
+                load_shared(state, at + static_cast<std::uint32_t>(i * 512));
+                const float query = number(q[i]);
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        if (merging)
-                            x[i][j] += f * state[j];
-                        else
-                            sum[j] += query * f * state[j];
-                    }
+                for (int j = 0; j < 4; ++j) {
+                    if (merging)
+                        x[i][j] += f * state[j];
+                    else
+                        sum[j] += query * f * state[j];
                 }
             }
-            w.give_back(number_of_piece);
+            w.give_back(w.piece + e, 1);
         }
         float* const state = a.state + levels.merged * level_size + (static_cast<std::int64_t>(unit) * keys + lane) * 4;
         const float merged_scale = scaled ? number(some[4]) : 1.0f;
@@ -573,20 +571,23 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
         const float own_u = pick(u_of, state_column(lane));
         const float o = total + (scaled ? number(some[5]) * query_key * own_v : 0.0f) + skip * own_u;
         give_on(w, step, unit, o, number(some[2]), norm);
-        if (!scaled) continue;
-        if (lane % 8 == 0) a.last_v[next * a.heads * a.value_width + h * a.value_width + own] = own_v;
-        if (across_at != 0) continue;
-        for (int l = lane; l < static_cast<int>(a.level_capacity); l += 32)
-            a.factors[(next * decode_most_levels + l) * heads + h] =
-                l < levels.merged                         ? 0.0f
-                : l == levels.merged && levels.merged > 0 ? 1.0f
-                : levels.merged > 0                       ? a.factors[(now * decode_most_levels + l) * heads + h] * decay
-                                                          : 0.0f;
-        if (h % (heads / static_cast<int>(a.groups)) == 0)
+        if (scaled && lane % 8 == 0) a.last_v[next * a.heads * a.value_width + h * a.value_width + own] = own_v;
+        if (scaled && across_at == 0) {
+            for (int l = lane; l < static_cast<int>(a.level_capacity); l += 32)
+                a.factors[(next * decode_most_levels + l) * heads + h] =
+                    l < levels.merged                         ? 0.0f
+                    : l == levels.merged && levels.merged > 0 ? 1.0f
+                    : levels.merged > 0                       ? a.factors[(now * decode_most_levels + l) * heads + h] * decay
+                                                              : 0.0f;
+            if (h % (heads / static_cast<int>(a.groups)) == 0)
 #pragma unroll
-            for (int i = 0; i < C; ++i) a.last_k[(next * a.groups + group) * keys + lane + 32 * i] = number(k[i]);
+                for (int i = 0; i < C; ++i) a.last_k[(next * a.groups + group) * keys + lane + 32 * i] = number(k[i]);
+        }
     }
-    w.piece += share.units * pieces;
+    if (share.units == 0) return;
+    if (w.warp >= share.units)
+        for (int e = 0; e < levels.count; ++e) w.give_back(w.piece + e, 1);
+    w.piece += levels.count;
 }
 
 template <int C>
@@ -597,12 +598,13 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
     const int heads = static_cast<int>(a.heads);
     const bool scaled = a.levels > 0;
     const int now = static_cast<int>(w.t & 1), next = now ^ 1;
-    const int unit_bytes = keys * state_columns * 4, most = levels_a_piece(unit_bytes);
+    const int unit_bytes = keys * state_columns * 4;
     const Levels levels(w.t, w.first_position, scaled);
-    const int pieces = (levels.count + most - 1) / most;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
-    for (int u = w.warp; u < share.units; u += warps) {
-        const int unit = share.first + u, h = unit / across, across_at = unit % across, column = across_at * state_columns;
+    synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
+    if (const int u = w.warp; u < share.units) {
+        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit % across,
+                  column = across_at * state_columns;
         const int own = column + state_column(lane);
         float last_k[C] = {}, last_u[4] = {};
         if (levels.merged > 0) {
@@ -699,32 +701,31 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
         };
         int written_so_far = 0;
         if (scaled && levels.merged > 0 && levels.merging == 0) turn_over(written_so_far++);
-        for (int p = 0, e = 0; p < pieces; ++p) {
-            const int number_of_piece = w.piece + u * pieces + p, end = min(levels.count, (p + 1) * most);
-            std::uint32_t at = w.await(number_of_piece) + static_cast<std::uint32_t>(lane * 16);
-            for (; e < end; ++e, at += static_cast<std::uint32_t>(unit_bytes)) {
-                const bool merging = e < levels.merging;
+        for (int e = 0; e < levels.count; ++e) {
+            const std::uint32_t at = w.await(w.piece + e) + static_cast<std::uint32_t>(u * unit_bytes + lane * 16);
+            const bool merging = e < levels.merging;
 #pragma unroll
-                for (int i = 0; i < C; ++i) {
-                    float state[4];
-                    load_shared(state, at + static_cast<std::uint32_t>(i * 512));
+            for (int i = 0; i < C; ++i) {
+                float state[4];
+                load_shared(state, at + static_cast<std::uint32_t>(i * 512));
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) x[i][j] = merging ? x[i][j] + state[j] : state[j];
-                }
-                if (e + 1 >= levels.merging) turn_over(written_so_far++);
+                for (int j = 0; j < 4; ++j) x[i][j] = merging ? x[i][j] + state[j] : state[j];
             }
-            w.give_back(number_of_piece);
+            if (e + 1 >= levels.merging) turn_over(written_so_far++);
+            w.give_back(w.piece + e, 1);
         }
         const float own_u = beta * pick(v, state_column(lane));
         if (scaled) o += number(some[4]) * query_key * own_u;
         give_on(w, step, unit, o, number(some[2]), norm);
-        if (!scaled) continue;
-        if (lane % 8 == 0) a.last_u[(next * a.heads + h) * a.value_width + own] = own_u;
-        if (across_at == 0)
+        if (scaled && lane % 8 == 0) a.last_u[(next * a.heads + h) * a.value_width + own] = own_u;
+        if (scaled && across_at == 0)
 #pragma unroll
             for (int i = 0; i < C; ++i) a.last_k[(next * heads + h) * keys + lane + 32 * i] = k[i];
     }
-    w.piece += share.units * pieces;
+    if (share.units == 0) return;
+    if (w.warp >= share.units)
+        for (int e = 0; e < levels.count; ++e) w.give_back(w.piece + e, 1);
+    w.piece += levels.count;
 }
 
 template <class Work>
@@ -756,7 +757,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     if (thread == 0) {
         for (int i = 0; i < slots; ++i) {
             initialize(&s.full[i], 1);
-            initialize(&s.free[i], 1);
+            initialize(&s.free[i], warps);
         }
         for (int i = 0; i < kept_steps; ++i) {
             initialize(&s.step_full[i], 1);
@@ -875,12 +876,7 @@ DecodeTokenLayout decode_token_layout(const Exec& exec, const DecodeTokenShape& 
         ceil_div(shape.hidden / rows, static_cast<std::int64_t>(blocks)) <= most_share && shape.hidden / rows % 4 == 0 &&
         shape.hidden / rows <= most_squares && keys_are_known(shape.key_width) && shape.value_width % state_columns == 0 &&
         shape.mixed == shape.heads * shape.value_width && state_units % (4 * shape.norm_groups) == 0 &&
-        state_units <= most_squares && shape.norm_groups <= most_groups && shape.mixed % (4 * shape.norm_groups) == 0 &&
-        // pieces of a state's operator and the product before it
-        ceil_div(state_units, static_cast<std::int64_t>(blocks)) *
-                    ceil_div(most_live, levels_a_piece(static_cast<int>(shape.key_width) * 16)) +
-                2 * most_share <=
-            slots;
+        state_units <= most_squares && shape.norm_groups <= most_groups && shape.mixed % (4 * shape.norm_groups) == 0;
     return layout;
 }
 
@@ -997,20 +993,26 @@ DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& l
             heads = delta.heads, keys = delta.key_width, values = delta.value_width, levels = delta.levels;
             state = delta.state, o = delta.o;
         }
-        step.units = static_cast<int>(heads * values / state_columns);
-        step.share = share_of_units(step.units);
+        const int units = static_cast<int>(heads * values / state_columns);
+        const int unit_bytes = static_cast<int>(keys) * state_columns * 4;
         step.tagged = 1;
         step.x_out = reinterpret_cast<std::uint32_t*>(o);
-        step.squares_out = take(step.units);
+        step.squares_out = take(units);
         step.norm = next.norm_weight;
         step.norm_width = static_cast<int>(next.norm_width);
         step.gate = words_of(next.gate);
         step.gate_before = next.input_kind == DecodeInput::gate_before ? 1 : 0;
         mixed_squares = step.squares_out;
-        mixed_square_count = step.units;
-        steps.push_back(step);
-        streams.push_back({reinterpret_cast<const unsigned char*>(state), heads * keys * values * 4, step.units, step.share,
-                           static_cast<int>(keys) * state_columns * 4, levels > 0 ? 1 : 0});
+        mixed_square_count = units;
+        for (int begin = 0; begin < units; begin += warps * blocks) {
+            Step part = step;
+            part.first_column = begin;
+            part.units = std::min(warps * blocks, units - begin);
+            part.share = share_of_units(part.units);
+            steps.push_back(part);
+            streams.push_back({reinterpret_cast<const unsigned char*>(state) + static_cast<std::int64_t>(begin) * unit_bytes,
+                               heads * keys * values * 4, part.units, part.share, unit_bytes, levels > 0 ? 1 : 0});
+        }
     }
     result.count = static_cast<int>(steps.size());
     const std::size_t step_bytes = steps.size() * sizeof(Step), stream_bytes = streams.size() * sizeof(Stream);
