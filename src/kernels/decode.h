@@ -212,6 +212,7 @@ struct DecodeToken {
     const float* embedding = nullptr;   // [vocab, hidden]
     std::int64_t hidden = 0;
     std::int64_t first_position = 0;
+    int scaled = 0;  // states of levels, not one state
 };
 namespace cuda {  // there is no other
 DecodeTokenLayout decode_token_layout(const Exec& exec, const DecodeTokenShape& shape);

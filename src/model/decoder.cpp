@@ -314,7 +314,8 @@ struct Decoder::Implementation {
                  .ids = ids.as<std::int32_t>(),
                  .embedding = embedding.as<float>(),
                  .hidden = config.hidden_size,
-                 .first_position = first_position};
+                 .first_position = first_position,
+                 .scaled = has_levels(config.type) ? 1 : 0};
     }
 
     // The norm of the stream goes into a product.

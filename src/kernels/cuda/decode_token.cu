@@ -59,8 +59,8 @@ struct alignas(16) Step {
     int tagged;  // 0: plain numbers
     std::uint32_t *x_out, *squares_out;
     const float* norm;
-    // States: x_out, squares_out and norm likewise, the norm's weight repeating after norm_width; and the gate.
-    int gate_before, norm_width;
+    // States: x_out, squares_out and norm likewise, the norm's weight repeating for each head or not; and the gate.
+    int gate_before, norm_repeats, heads_a_group;
     const std::uint32_t* gate;
     DecodeProjection projection;
     DecodeSsd ssd;
@@ -72,8 +72,7 @@ static_assert(std::is_trivially_copyable_v<Step>);
 struct alignas(16) Stream {
     const unsigned char* from;  // of unit 0
     std::int64_t level_bytes;   // between the levels of states; 0: a product
-    int units, share, unit_bytes;
-    int scaled;  // states of levels
+    int units, share, unit_bytes, unused;
 };
 
 struct Shared {
@@ -131,6 +130,19 @@ __device__ __forceinline__ void arrive(Barrier* barrier, int times) {
                  : "memory");
 }
 
+// Asks, and looks; at first after a while, since whoever asks too early or too often only keeps writers waiting
+// (measured: docs/benchmarks/decoding.md).
+constexpr unsigned before_first = 600, before_next = 300;  // nanoseconds
+template <class Ask, class Have>
+__device__ __forceinline__ void poll(Ask&& ask_all, Have&& have_all) {
+    __nanosleep(before_first);
+    ask_all();
+    while (!have_all()) {
+        __nanosleep(before_next);
+        ask_all();
+    }
+}
+
 // ---- shared memory ---------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void load_shared(std::uint32_t (&x)[4], std::uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
@@ -179,8 +191,8 @@ __device__ __forceinline__ Share share_of(int units, int share) {
 }
 
 // ---- the producer ----------------------------------------------------------------------------------------------------
-__device__ void produce(Shared& s, const Stream* streams, int count, unsigned char* ring, int ring_bytes, std::int64_t t,
-                        std::int64_t first_position) {
+__device__ void produce(Shared& s, const Stream* streams, int count, unsigned char* ring, int ring_bytes,
+                        const Levels& all_levels) {
     int issued = 0, freed = 0, arrived = 0;  // pieces
     int head = 0, flying = 0;                // bytes: where the next piece may begin; under way
     const auto place = [&](int bytes) {
@@ -221,7 +233,7 @@ __device__ void produce(Shared& s, const Stream* streams, int count, unsigned ch
                 copy_bulk_once(ring + s.offset[slot], from, half, &s.full[slot]);
             }
         } else {
-            Levels levels(t, first_position, stream.scaled != 0);
+            Levels levels = all_levels;
             const int bytes = share.units * stream.unit_bytes;
             for (int e = 0; e < levels.count; ++e) {
                 const int slot = place(bytes);
@@ -237,7 +249,9 @@ struct Worker {
     std::uint32_t ring, x_shared;  // addresses
     int lane, warp, piece = 0, turn = 0;
     std::uint32_t tag;
-    std::int64_t t, first_position;
+    std::int64_t t;
+    Levels levels;
+    int level;  // lane e's: the e-th of levels
 
     // Piece number `n`, once it is there.
     __device__ std::uint32_t await(int n) const {
@@ -259,16 +273,19 @@ __device__ __forceinline__ void take_input(const Worker& w, const Step& step) {
     const bool has_squares = 4 * thread < step.squares;
     const Words none = {{w.tag, w.tag, w.tag, w.tag}};
     Words x[N], y;
-    bool all;
-    do {
+    const auto ask_all = [&] {
 #pragma unroll
         for (int i = 0; i < N; ++i)
             x[i] = thread + i * workers < groups_of_4 ? load_words(step.x + 4 * (thread + i * workers)) : none;
         y = has_squares ? load_words(step.x_squares + 4 * thread) : none;
-        all = are_of(y.word, w.tag);
+    };
+    const auto have_all = [&] {
+        bool all = are_of(y.word, w.tag);
 #pragma unroll
         for (int i = 0; i < N; ++i) all = are_of(x[i].word, w.tag) && all;
-    } while (!all);
+        return all;
+    };
+    poll(ask_all, have_all);
     float squares = has_squares ? (number(y.word[0]) + number(y.word[1])) + (number(y.word[2]) + number(y.word[3])) : 0.0f;
     if (step.groups > 1) {
         s.partial[thread] = squares;
@@ -361,7 +378,10 @@ __device__ __forceinline__ void multiply(const Worker& w, const Step& step, Shar
         if (side != round) continue;
         float y = 0;
         if (lane < rows)
-            for (int i = 0; i < 2 * slices; ++i) y += sums[lane * 2 * slices + i];
+            for (int i = 0; i < slices; i += 2) {
+                const float4 x4 = *reinterpret_cast<const float4*>(sums + lane * 2 * slices + 2 * i);
+                y += (x4.x + x4.y) + (x4.z + x4.w);
+            }
         y *= scale;
         const int row = u * rows + lane, column = step.first_column + share.first * rows + row;
         const bool mine = lane < rows && column < step.columns;
@@ -393,9 +413,9 @@ __device__ __forceinline__ void multiply(const Worker& w, const Step& step, Shar
 __device__ __forceinline__ void work_product(Worker& w, const Step& step) {
     const Share share = share_of(step.units, step.share);
     // The warp finishes one unit; lane r its row r.
+    Operands operands;
     const int unit = w.warp / 2 + w.warp % 2 * pairs;
     const int column = step.first_column + (share.first + unit) * step.rows + w.lane;
-    Operands operands;
     if (unit < share.units && w.lane < step.rows && column < step.columns) {
         if (step.adds != 0)
             operands.a[1] = step.norm[column];
@@ -482,45 +502,40 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
     const bool scaled = a.levels > 0;
     const int now = static_cast<int>(w.t & 1), next = now ^ 1;
     const int unit_bytes = keys * state_columns * 4;
-    const Levels levels(w.t, w.first_position, scaled);
+    const Levels& levels = w.levels;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
     synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
     if (const int u = w.warp; u < share.units) {
-        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit % across;
-        const int group = h / (heads / static_cast<int>(a.groups)), column = across_at * state_columns;
-        const int own = column + state_column(lane);
-        // What the last token left, and constants
-        float last_k[C] = {}, last_v[4] = {}, factor = 1;
-        Levels list = levels;
-        int level = 0;  // lane e's: the e-th
-        for (int e = 0; e < list.count; ++e) {
-            const int l = list.next(e);
-            if (e == lane) level = l;
-        }
-        if (scaled) {
-            factor = a.factors[(now * decode_most_levels + level) * heads + h];
-            if (levels.merged > 0) {
-#pragma unroll
-                for (int i = 0; i < C; ++i) last_k[i] = a.last_k[(now * a.groups + group) * keys + lane + 32 * i];
-                load(last_v, a.last_v + now * a.heads * a.value_width + h * a.value_width + column);
-            }
-        }
-        const float skip = a.skip[h], norm = step.norm[(h * static_cast<int>(a.value_width) + own) % step.norm_width];
-        // This token's
+        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit - h * across;
+        const int group = h / step.heads_a_group, column = across_at * state_columns;
+        const int own = column + state_column(lane), value_at = h * static_cast<int>(a.value_width) + column;
         const auto scale_from = [&](int of) {
             return words_of(scaled ? a.level_scales + h * a.levels + min(of, static_cast<int>(a.levels) - 1) : a.step + h);
         };
-        const std::uint32_t* const some_from[] = {words_of(a.log_decay) + h,           words_of(a.step) + h,
-                                                  step.gate + h * a.value_width + own, scale_from(level),
-                                                  scale_from(levels.merged),           scale_from(0)};
         std::uint32_t q[C], k[C], some[6];
         Words value;
-        do {
+        const auto ask_all = [&] {
+            const std::uint32_t* const some_from[] = {
+                words_of(a.log_decay) + h, words_of(a.step) + h,      step.gate + value_at + state_column(lane),
+                scale_from(w.level),       scale_from(levels.merged), scale_from(0)};
             ask(q, [&](int i) { return words_of(a.q) + group * keys + lane + 32 * i; });
             ask(k, [&](int i) { return words_of(a.k) + group * keys + lane + 32 * i; });
-            value = load_words(words_of(a.u) + h * a.value_width + column);
+            value = load_words(words_of(a.u) + value_at);
             ask(some, [&](int i) { return some_from[i]; });
-        } while (!(are_of(q, w.tag) && are_of(k, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag)));
+        };
+        // What the last token left, and constants
+        float last_k[C] = {}, last_v[4] = {}, factor = 1;
+        if (scaled) {
+            factor = a.factors[(now * decode_most_levels + w.level) * heads + h];
+            if (levels.merged > 0) {
+#pragma unroll
+                for (int i = 0; i < C; ++i) last_k[i] = a.last_k[(now * a.groups + group) * keys + lane + 32 * i];
+                load(last_v, a.last_v + now * a.heads * a.value_width + value_at);
+            }
+        }
+        const float skip = a.skip[h], norm = step.norm[step.norm_repeats != 0 ? own : value_at + state_column(lane)];
+        poll(ask_all,
+             [&] { return are_of(q, w.tag) && are_of(k, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag); });
         const float decay = expf(number(some[0])), token_step = number(some[1]);
         float v[4], sum[4] = {}, query_key = 0;
 #pragma unroll
@@ -571,7 +586,7 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
         const float own_u = pick(u_of, state_column(lane));
         const float o = total + (scaled ? number(some[5]) * query_key * own_v : 0.0f) + skip * own_u;
         give_on(w, step, unit, o, number(some[2]), norm);
-        if (scaled && lane % 8 == 0) a.last_v[next * a.heads * a.value_width + h * a.value_width + own] = own_v;
+        if (scaled && lane % 8 == 0) a.last_v[next * a.heads * a.value_width + value_at + state_column(lane)] = own_v;
         if (scaled && across_at == 0) {
             for (int l = lane; l < static_cast<int>(a.level_capacity); l += 32)
                 a.factors[(next * decode_most_levels + l) * heads + h] =
@@ -579,7 +594,7 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
                     : l == levels.merged && levels.merged > 0 ? 1.0f
                     : levels.merged > 0                       ? a.factors[(now * decode_most_levels + l) * heads + h] * decay
                                                               : 0.0f;
-            if (h % (heads / static_cast<int>(a.groups)) == 0)
+            if (h == group * step.heads_a_group)
 #pragma unroll
                 for (int i = 0; i < C; ++i) a.last_k[(next * a.groups + group) * keys + lane + 32 * i] = number(k[i]);
         }
@@ -599,41 +614,40 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
     const bool scaled = a.levels > 0;
     const int now = static_cast<int>(w.t & 1), next = now ^ 1;
     const int unit_bytes = keys * state_columns * 4;
-    const Levels levels(w.t, w.first_position, scaled);
+    const Levels& levels = w.levels;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
     synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
     if (const int u = w.warp; u < share.units) {
-        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit % across,
-                  column = across_at * state_columns;
-        const int own = column + state_column(lane);
+        const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit - h * across;
+        const int column = across_at * state_columns, own = column + state_column(lane);
+        const int value_at = h * static_cast<int>(a.value_width) + column;
+        const auto scale_from = [&](int of) {
+            return words_of(scaled ? a.level_scales + h * a.levels + min(of, static_cast<int>(a.levels) - 1) : a.beta + h);
+        };
+        // Lane e's: the level of the e-th state that is written, which is the first of those merged, or one behind them.
+        const int behind = __shfl_sync(0xffffffffu, w.level, min(levels.merging + lane - 1, 31) & 31);
+        const int level = lane == 0 ? levels.merged : behind;
+        std::uint32_t q_words[C], k_words[C], some[5];
+        Words value;
+        const auto ask_all = [&] {
+            const std::uint32_t* const some_from[] = {words_of(a.log_decay) + h, words_of(a.beta) + h,
+                                                      step.gate + value_at + state_column(lane), scale_from(level),
+                                                      scale_from(0)};
+            ask(q_words, [&](int i) { return words_of(a.q) + h * keys + lane + 32 * i; });
+            ask(k_words, [&](int i) { return words_of(a.k) + h * keys + lane + 32 * i; });
+            value = load_words(words_of(a.v) + value_at);
+            ask(some, [&](int i) { return some_from[i]; });
+        };
         float last_k[C] = {}, last_u[4] = {};
         if (levels.merged > 0) {
 #pragma unroll
             for (int i = 0; i < C; ++i) last_k[i] = a.last_k[(now * heads + h) * keys + lane + 32 * i];
-            load(last_u, a.last_u + (now * a.heads + h) * a.value_width + column);
+            load(last_u, a.last_u + now * a.heads * a.value_width + value_at);
         }
-        const float norm = step.norm[(h * static_cast<int>(a.value_width) + own) % step.norm_width];
-        const auto scale_from = [&](int of) {
-            return words_of(scaled ? a.level_scales + h * a.levels + min(of, static_cast<int>(a.levels) - 1) : a.beta + h);
-        };
-        Levels list = levels;
-        int level = levels.merged;  // lane e's: that of the e-th state that is written
-        const int written = !scaled ? 1 : levels.merged > 0 ? 1 + levels.count - levels.merging : 0;
-        if (scaled)
-            for (int e = 1; e < written; ++e) {
-                const int l = list.next(levels.merging + e - 1);
-                if (e == lane) level = l;
-            }
-        const std::uint32_t* const some_from[] = {words_of(a.log_decay) + h, words_of(a.beta) + h,
-                                                  step.gate + h * a.value_width + own, scale_from(level), scale_from(0)};
-        std::uint32_t q_words[C], k_words[C], some[5];
-        Words value;
-        do {
-            ask(q_words, [&](int i) { return words_of(a.q) + h * keys + lane + 32 * i; });
-            ask(k_words, [&](int i) { return words_of(a.k) + h * keys + lane + 32 * i; });
-            value = load_words(words_of(a.v) + h * a.value_width + column);
-            ask(some, [&](int i) { return some_from[i]; });
-        } while (!(are_of(q_words, w.tag) && are_of(k_words, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag)));
+        const float norm = step.norm[step.norm_repeats != 0 ? own : value_at + state_column(lane)];
+        poll(ask_all, [&] {
+            return are_of(q_words, w.tag) && are_of(k_words, w.tag) && are_of(value.word, w.tag) && are_of(some, w.tag);
+        });
         const float decay = expf(number(some[0])), beta = number(some[1]), weight = scaled ? number(some[3]) : 1.0f;
         float q[C], k[C], products[3] = {};
 #pragma unroll
@@ -717,7 +731,7 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
         const float own_u = beta * pick(v, state_column(lane));
         if (scaled) o += number(some[4]) * query_key * own_u;
         give_on(w, step, unit, o, number(some[2]), norm);
-        if (scaled && lane % 8 == 0) a.last_u[(next * a.heads + h) * a.value_width + own] = own_u;
+        if (scaled && lane % 8 == 0) a.last_u[next * a.heads * a.value_width + value_at + state_column(lane)] = own_u;
         if (scaled && across_at == 0)
 #pragma unroll
             for (int i = 0; i < C; ++i) a.last_k[(next * heads + h) * keys + lane + 32 * i] = k[i];
@@ -772,7 +786,7 @@ __global__ void __launch_bounds__(block_threads, 1)
     const std::int64_t t = *a.position;
 
     if (warp == producer_warp) {
-        if (lane == 0) produce(s, streams_shared, a.count, ring, ring_bytes, t, a.first_position);
+        if (lane == 0) produce(s, streams_shared, a.count, ring, ring_bytes, Levels(t, a.first_position, a.scaled != 0));
         return;
     }
     if (warp == describer_warp) {
@@ -785,6 +799,13 @@ __global__ void __launch_bounds__(block_threads, 1)
         }
         return;
     }
+    const Levels levels(t, a.first_position, a.scaled != 0);
+    int level = 0;
+    Levels list = levels;
+    for (int e = 0; e < list.count; ++e) {
+        const int l = list.next(e);
+        if (e == lane) level = l;
+    }
     Worker w{s,
              asynchronous::shared_address(ring),
              asynchronous::shared_address(x_shared),
@@ -794,7 +815,8 @@ __global__ void __launch_bounds__(block_threads, 1)
              0,
              static_cast<std::uint32_t>(t % 3 + 1),
              t,
-             a.first_position};
+             levels,
+             level};
     for (int i = 0; i < a.count; ++i) {
         const int slot = i % kept_steps;
         wait(&s.step_full[slot], i / kept_steps & 1);
@@ -978,19 +1000,20 @@ DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& l
         // States; their gate and norm are the next product's.
         const auto& next = std::get<DecodeProjection>(operators.at(i + 1));
         Step step{};
-        std::int64_t heads = 0, keys = 0, values = 0, levels = 0;
+        std::int64_t heads = 0, keys = 0, values = 0;
         const float* state = nullptr;
         float* o = nullptr;
         if (const auto* ssd = std::get_if<DecodeSsd>(&operators[i])) {
             step.kind = StepKind::ssd;
             step.ssd = *ssd;
-            heads = ssd->heads, keys = ssd->key_width, values = ssd->value_width, levels = ssd->levels;
+            step.heads_a_group = static_cast<int>(ssd->heads / ssd->groups);
+            heads = ssd->heads, keys = ssd->key_width, values = ssd->value_width;
             state = ssd->state, o = ssd->o;
         } else {
             const auto& delta = std::get<DecodeGatedDeltaRule>(operators[i]);
             step.kind = StepKind::gated_delta_rule;
             step.delta = delta;
-            heads = delta.heads, keys = delta.key_width, values = delta.value_width, levels = delta.levels;
+            heads = delta.heads, keys = delta.key_width, values = delta.value_width;
             state = delta.state, o = delta.o;
         }
         const int units = static_cast<int>(heads * values / state_columns);
@@ -999,7 +1022,7 @@ DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& l
         step.x_out = reinterpret_cast<std::uint32_t*>(o);
         step.squares_out = take(units);
         step.norm = next.norm_weight;
-        step.norm_width = static_cast<int>(next.norm_width);
+        step.norm_repeats = next.norm_width < heads * values ? 1 : 0;
         step.gate = words_of(next.gate);
         step.gate_before = next.input_kind == DecodeInput::gate_before ? 1 : 0;
         mixed_squares = step.squares_out;
@@ -1011,7 +1034,7 @@ DecodeTokenSteps decode_token_steps(const Exec& exec, const DecodeTokenLayout& l
             part.share = share_of_units(part.units);
             steps.push_back(part);
             streams.push_back({reinterpret_cast<const unsigned char*>(state) + static_cast<std::int64_t>(begin) * unit_bytes,
-                               heads * keys * values * 4, part.units, part.share, unit_bytes, levels > 0 ? 1 : 0});
+                               heads * keys * values * 4, part.units, part.share, unit_bytes, 0});
         }
     }
     result.count = static_cast<int>(steps.size());
