@@ -8,6 +8,7 @@
 #include "eval/perplexity.h"
 #include "tools/command.h"
 #include "tools/device_option.h"
+#include "tools/print.h"
 #include "tools/progress.h"
 #include "train/checkpoint.h"
 
@@ -38,12 +39,11 @@ void run_perplexity(const PerplexityCommand& command, bool quiet) {
         progress.show(fmt::format("perplexity: {:.0f}%", 100.0 * static_cast<double>(done) / static_cast<double>(total)));
     });
     progress.clear();
-    std::printf("%s, step %lld, on %s, context %lld\n", command.model.c_str(), static_cast<long long>(loaded.step),
-                command.tokens.c_str(), static_cast<long long>(options.context));
-    std::printf("  loss              %.4f nats a token\n", result.nll / static_cast<double>(result.tokens));
-    std::printf("  token perplexity  %.3f  (%lld tokens)\n", result.token_perplexity(), static_cast<long long>(result.tokens));
-    std::printf("  word perplexity   %.2f  (%lld words)\n", result.word_perplexity(), static_cast<long long>(result.words));
-    std::printf("  bits per byte     %.4f  (%lld bytes)\n", result.bits_per_byte(), static_cast<long long>(result.bytes));
+    print_line(stdout, "{}, step {}, on {}, context {}", command.model, loaded.step, command.tokens, options.context);
+    print_line(stdout, "  loss              {:.4f} nats a token", result.nll / static_cast<double>(result.tokens));
+    print_line(stdout, "  token perplexity  {:.3f}  ({} tokens)", result.token_perplexity(), result.tokens);
+    print_line(stdout, "  word perplexity   {:.2f}  ({} words)", result.word_perplexity(), result.words);
+    print_line(stdout, "  bits per byte     {:.4f}  ({} bytes)", result.bits_per_byte(), result.bytes);
     if (!command.json.empty()) {
         const nlohmann::ordered_json json = {
             {"model", command.model}, {"step", loaded.step}, {"tokens_file", command.tokens}, {"context", options.context},

@@ -10,6 +10,7 @@
 #include "model/hf_layout.h"
 #include "tools/command.h"
 #include "tools/file_kind.h"
+#include "tools/print.h"
 #include "train/checkpoint.h"
 
 namespace fenwick::tools {
@@ -38,12 +39,11 @@ void run_export(ExportCommand command, bool quiet) {
         write_file_atomically((std::filesystem::path(command.folder) / name).string(), loaded.tokenizer.definition);
     }
     if (!quiet)
-        std::printf("%s: %s, %lld parameters in %s\n", command.folder.c_str(),
-                    std::string(model::name_of(loaded.model.config().type)).c_str(),
-                    static_cast<long long>(loaded.model.parameter_count()), command.dtype.c_str());
+        print_line(stdout, "{}: {}, {} parameters in {}", command.folder, model::name_of(loaded.model.config().type),
+                   loaded.model.parameter_count(), command.dtype);
     if (!quiet && loaded.tokenizer.kind == "bytes" && loaded.model.config().vocab_size != tokenizer->vocab_size())
-        std::printf("its tokenizer is bytes, in a vocabulary of %lld: import it with --tokenizer bytes\n",
-                    static_cast<long long>(loaded.model.config().vocab_size));
+        print_line(stdout, "its tokenizer is bytes, in a vocabulary of {}: import it with --tokenizer bytes",
+                   loaded.model.config().vocab_size);
 }
 
 struct ImportCommand {
@@ -86,8 +86,7 @@ void run_import(const ImportCommand& command, bool quiet) {
     header.tokenizer = {tokenizer->kind(), tokenizer->identity(), tokenizer->definition()};
     train::save_checkpoint(command.output, header, train::Optimizer(imported.parameters(), config.optimizer));
     if (!quiet)
-        std::printf("%s: %s, %lld parameters\n", command.output.c_str(),
-                    std::string(model::name_of(imported.config().type)).c_str(), static_cast<long long>(imported.parameter_count()));
+        print_line(stdout, "{}: {}, {} parameters", command.output, model::name_of(imported.config().type), imported.parameter_count());
 }
 
 }  // namespace

@@ -10,13 +10,14 @@
 #include "model/costs.h"
 #include "tools/command.h"
 #include "tools/file_kind.h"
+#include "tools/print.h"
 #include "tools/progress.h"
 #include "train/checkpoint.h"
 
 namespace fenwick::tools {
 namespace {
 
-void print(const std::string& line) { std::printf("%s\n", line.c_str()); }
+void print(const std::string& line) { print_line(stdout, "{}", line); }
 
 std::string with_separators(std::int64_t number) {
     std::string digits = std::to_string(number);

@@ -13,6 +13,7 @@
 #include "data/tokenize.h"
 #include "tools/command.h"
 #include "tools/file_kind.h"
+#include "tools/print.h"
 #include "tools/progress.h"
 
 namespace fenwick::tools {
@@ -29,7 +30,7 @@ struct TokenizeCommand {
 class InterruptNotice {
 public:
     explicit InterruptNotice(const std::string& output) {
-        text_ = fmt::format("\nfenwick: interrupted; the same command goes on from what is done ({}.partial)\n", output);
+        text_ = fmt::format("\nfenwick: interrupted; the same command goes on from what is done ({}.partial)\n", printable(output));
         for (const int signal : {SIGINT, SIGTERM})
             if (std::signal(signal, tell) == SIG_IGN) std::signal(signal, SIG_IGN);  // as under nohup
     }
@@ -50,10 +51,8 @@ private:
 };
 
 void print_corpus(const data::TokenFileInfo& info) {
-    std::printf("%s: %lld tokens in %lld documents, %.2f bytes a token, vocabulary of %lld\n", info.path.c_str(),
-                static_cast<long long>(info.num_tokens), static_cast<long long>(info.num_documents),
-                static_cast<double>(info.text_bytes) / static_cast<double>(info.num_tokens),
-                static_cast<long long>(info.vocab_size));
+    print_line(stdout, "{}: {} tokens in {} documents, {:.2f} bytes a token, vocabulary of {}", info.path, info.num_tokens,
+               info.num_documents, static_cast<double>(info.text_bytes) / static_cast<double>(info.num_tokens), info.vocab_size);
 }
 
 void run_tokenize(TokenizeCommand command, bool quiet) {
@@ -176,9 +175,8 @@ void add_tokenizer(CLI::App& app, const GlobalOptions& global) {
             const std::int64_t pieces = data::train_sentencepiece(given.files, given.options, given.output);
             progress.clear();
             if (global.quiet) return;
-            std::printf("%s: %lld pieces%s, trained in %s\n", given.output.c_str(), static_cast<long long>(pieces),
-                        pieces < wanted ? fmt::format(" of {}: the text has no more", wanted).c_str() : "",
-                        duration_text(progress.seconds()).c_str());
+            print_line(stdout, "{}: {} pieces{}, trained in {}", given.output, pieces,
+                       pieces < wanted ? fmt::format(" of {}: the text has no more", wanted) : "", duration_text(progress.seconds()));
         });
     command->add_option("files", options->files, "Text files")->required();
     command->add_option("--output,-o", options->output, "The .model file to write")->required();

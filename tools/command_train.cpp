@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "tools/command.h"
+#include "tools/print.h"
 #include "tools/progress.h"
 #include "train/trainer.h"
 
@@ -36,25 +37,21 @@ public:
         first_step_ = start.first_step;
         if (quiet_) return;
         const auto& config = start.config;
-        std::fprintf(stderr, "%s, %s parameters, on %s%s; %lld steps of %s tokens; run folder %s\n",
-                     std::string(model::name_of(config.model.type)).c_str(),
-                     count_text(static_cast<double>(start.parameter_count)).c_str(), name_of(start.device).c_str(),
-                     start.processes > 1 ? fmt::format(" x {} processes", start.processes).c_str() : "",
-                     static_cast<long long>(config.train.steps),
-                     count_text(static_cast<double>(config.train.batch_size * config.data.sequence_length)).c_str(),
-                     config.run_dir.c_str());
-        std::fprintf(stderr, "%s: %s floating-point operations a token%s; memory %s\n",
-                     start.device_name.empty() ? "CPU" : start.device_name.c_str(), count_text(start.flops_per_token).c_str(),
-                     start.peak_flops > 0 ? fmt::format(", peak {}/s in bfloat16", count_text(start.peak_flops)).c_str() : "",
-                     memory_text(start.memory.bytes).c_str());
+        print_line(stderr, "{}, {} parameters, on {}{}; {} steps of {} tokens; run folder {}", model::name_of(config.model.type),
+                   count_text(static_cast<double>(start.parameter_count)), name_of(start.device),
+                   start.processes > 1 ? fmt::format(" x {} processes", start.processes) : "", config.train.steps,
+                   count_text(static_cast<double>(config.train.batch_size * config.data.sequence_length)), config.run_dir);
+        print_line(stderr, "{}: {} floating-point operations a token{}; memory {}",
+                   start.device_name.empty() ? "CPU" : start.device_name, count_text(start.flops_per_token),
+                   start.peak_flops > 0 ? fmt::format(", peak {}/s in bfloat16", count_text(start.peak_flops)) : "",
+                   memory_text(start.memory.bytes));
         const auto corpora = config.data.train.size();
-        std::fprintf(stderr, "data: %s targets an epoch%s, rows filled to %.1f%%\n",
-                     count_text(static_cast<double>(start.tokens_per_epoch)).c_str(),
-                     config.data.train.front().weight > 0 && corpora > 1 ? fmt::format(" of {} corpora, mixed", corpora).c_str() : "",
-                     100 * start.fill);
+        print_line(stderr, "data: {} targets an epoch{}, rows filled to {:.1f}%",
+                   count_text(static_cast<double>(start.tokens_per_epoch)),
+                   config.data.train.front().weight > 0 && corpora > 1 ? fmt::format(" of {} corpora, mixed", corpora) : "",
+                   100 * start.fill);
         if (!start.resumed_from.empty())
-            std::fprintf(stderr, "resumed from %s at step %lld\n", start.resumed_from.c_str(),
-                         static_cast<long long>(start.first_step - 1));
+            print_line(stderr, "resumed from {} at step {}", start.resumed_from, start.first_step - 1);
     }
 
     void on_step(const train::StepReport& report) override {
@@ -75,18 +72,17 @@ public:
     void on_end(const train::EndReport& end) override {
         progress_.clear();
         if (end.nothing_left) {
-            std::fprintf(stderr, "nothing is left to train: the run is at step %lld of %lld (%s)\n", static_cast<long long>(end.step),
-                         static_cast<long long>(end.total_steps), end.checkpoint.c_str());
+            print_line(stderr, "nothing is left to train: the run is at step {} of {} ({})", end.step, end.total_steps, end.checkpoint);
             return;
         }
         if (quiet_) return;
         if (end.signal != 0)
-            std::fprintf(stderr, "interrupted after step %lld; %s\n", static_cast<long long>(end.step),
-                         end.checkpoint.empty() ? "train.keep_checkpoints is 0, so nothing was saved" : "continue with --resume auto");
-        std::fprintf(stderr, "%s in %s; %s\npeak memory %s: %s\n", end.signal != 0 ? "stopped" : "trained",
-                     duration_text(end.time_s).c_str(), end.checkpoint.empty() ? "no checkpoint" : ("checkpoint " + end.checkpoint).c_str(),
-                     bytes_text(static_cast<double>(end.memory.total_peak_bytes)).c_str(),
-                     memory_text(end.memory.peak_bytes).c_str());
+            print_line(stderr, "interrupted after step {}; {}", end.step,
+                       end.checkpoint.empty() ? "train.keep_checkpoints is 0, so nothing was saved" : "continue with --resume auto");
+        print_line(stderr, "{} in {}; {}", end.signal != 0 ? "stopped" : "trained", duration_text(end.time_s),
+                   end.checkpoint.empty() ? "no checkpoint" : "checkpoint " + end.checkpoint);
+        print_line(stderr, "peak memory {}: {}", bytes_text(static_cast<double>(end.memory.total_peak_bytes)),
+                   memory_text(end.memory.peak_bytes));
     }
 
 private:
@@ -122,7 +118,7 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
                     end = train::train(std::move(config), given.resume == "auto" ? train::Resume::automatic : train::Resume::no,
                                        *communicator, observer);
                 } catch (const train::SharedError& error) {
-                    if (error.speaks) std::fprintf(stderr, "fenwick: %s\n", error.what());
+                    if (error.speaks) print_line(stderr, "fenwick: {}", error.what());
                     failed = true;
                 }
             }

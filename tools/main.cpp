@@ -15,6 +15,7 @@
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
 #include "tools/command.h"
+#include "tools/print.h"
 #include "tools/version.h"
 
 namespace {
@@ -23,8 +24,8 @@ namespace {
 // SIGTERM ended early, with a checkpoint.
 constexpr int exit_defect = 1, exit_bad_input = 2;
 
-int report(const char* message, int code) {
-    std::fprintf(stderr, "fenwick: %s\n", message);
+int report(std::string_view message, int code) {
+    fenwick::tools::print_line(stderr, "fenwick: {}", message);
     return code;
 }
 
@@ -43,12 +44,21 @@ std::string unknown_command(const CLI::App& app) {
                        words.front(), fmt::join(names, ", "));
 }
 
+// What takes less memory, in words of the command that ran out of it.
+std::string_view memory_advice(const CLI::App& app) {
+    const auto given = app.get_subcommands();
+    const std::string command = given.empty() ? "" : given.front()->get_name();
+    if (command == "train" || command == "bench") return "; lower train.micro_batch or data.sequence_length";
+    if (command == "eval") return "; lower --batch or --context";
+    return "";
+}
+
 // What a command wrote and could not: a full disk shows when the buffer is flushed.
 int finish(int code) {
     errno = 0;
     const bool lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
     if (!lost || code != 0) return code;
-    return report(fmt::format("standard output cannot be written{}{}", errno != 0 ? ": " : "", errno != 0 ? std::strerror(errno) : "").c_str(),
+    return report(fmt::format("standard output cannot be written{}{}", errno != 0 ? ": " : "", errno != 0 ? std::strerror(errno) : ""),
                   exit_bad_input);
 }
 
@@ -95,16 +105,16 @@ int main(int argc, char** argv) {
         return exit.code;
     } catch (const CLI::ParseError& error) {
         // CLI11 misses the subcommand before it sees that a word is none.
-        if (const std::string unknown = unknown_command(app); !unknown.empty()) return report(unknown.c_str(), exit_bad_input);
+        if (const std::string unknown = unknown_command(app); !unknown.empty()) return report(unknown, exit_bad_input);
         return report(error.what(), exit_bad_input);
     } catch (const fenwick::Error& error) {
         return report(error.what(), exit_bad_input);
     } catch (const std::filesystem::filesystem_error& error) {  // a folder that may not be read, a link to itself
-        return report(fmt::format("{}: {}", error.path1().string(), error.code().message()).c_str(), exit_bad_input);
+        return report(fmt::format("{}: {}", error.path1().string(), error.code().message()), exit_bad_input);
     } catch (const std::bad_alloc&) {
-        return report("out of memory; lower train.micro_batch or data.sequence_length", exit_bad_input);
+        return report(fmt::format("out of memory{}", memory_advice(app)), exit_bad_input);
     } catch (const std::exception& error) {
-        return report((std::string("internal error: ") + error.what()).c_str(), exit_defect);
+        return report(std::string("internal error: ") + error.what(), exit_defect);
     }
     return finish(0);
 }

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "tools/print.h"
+
 namespace fenwick::tools {
 
 Progress::Progress(bool quiet)
@@ -25,9 +27,9 @@ void Progress::show(const std::string& text, bool now) {
     last_ = time;
     shown_ = true;
     if (terminal_)
-        std::fprintf(stderr, "\r\033[K%s", text.c_str());
+        std::fprintf(stderr, "\r\033[K%s", printable(text).c_str());
     else
-        std::fprintf(stderr, "%s\n", text.c_str());
+        print_line(stderr, "{}", text);
     std::fflush(stderr);
 }
 

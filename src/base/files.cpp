@@ -105,6 +105,24 @@ std::int64_t size_of_file(const std::string& path) {
     return static_cast<std::int64_t>(bytes);
 }
 
+std::string reason_not_made(const std::string& path, std::error_code error) {
+    if (error != std::errc::no_such_file_or_directory) return error.message();
+    std::error_code ignored;
+    const auto folder = std::filesystem::absolute(path, ignored).parent_path();
+    return std::filesystem::is_directory(folder, ignored) ? "no files can be made in " + folder.string() : "its folder does not exist";
+}
+
+void make_folder(const std::string& path) {
+    namespace fs = std::filesystem;
+    std::error_code error, ignored;
+    fs::create_directories(path, error);
+    if (!error && fs::is_directory(path, ignored)) return;
+    if (!error) error = std::make_error_code(std::errc::not_a_directory);
+    fs::path first = fs::absolute(path, ignored);  // that is not there
+    while (first.has_relative_path() && !fs::exists(first.parent_path(), ignored)) first = first.parent_path();
+    fail("{}: the folder cannot be made: {}", path, reason_not_made(first.string(), error));
+}
+
 void check_output(const std::string& output, const std::vector<std::string>& inputs) {
     for (const std::string& input : inputs) {
         std::error_code ignored;
@@ -129,7 +147,7 @@ void write_file_atomically(const std::string& path, std::string_view bytes) {
     const std::string temporary = path + ".tmp";
     Descriptor descriptor(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
     FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", path,
-                  errno == ENOENT ? "its folder does not exist" : reason());
+                  reason_not_made(path, {errno, std::generic_category()}));
     RemoveOnFailure guard(temporary);
     write_all(descriptor.get(), bytes, path);
     FENWICK_CHECK(descriptor.close(), "{}: cannot be written: {}", path, reason());

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace fenwick {
@@ -36,6 +37,13 @@ std::int64_t size_of_file(const std::string& path);
 // Throws Error where writing `output` (or the temporary file "<output>.tmp") would replace one of the inputs, under
 // whatever name, links included. Inputs that are not there are passed over.
 void check_output(const std::string& output, const std::vector<std::string>& inputs);
+
+// Why nothing can be made at `path`, from the system's reason: where that is "no such file", the folder is missing, or is one
+// (of /proc) in which no files can be made.
+std::string reason_not_made(const std::string& path, std::error_code error);
+
+// Makes a folder, and those above it, where it is not there. Throws Error.
+void make_folder(const std::string& path);
 
 // The second half of write_file_atomically for a file already written at `temporary` (an HDF5 checkpoint), or for a folder
 // where nothing stands at `path`.

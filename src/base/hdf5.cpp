@@ -11,10 +11,12 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <type_traits>
 
 #include "base/error.h"
+#include "base/log.h"
 
 namespace fenwick::hdf5 {
 namespace {
@@ -61,8 +63,9 @@ Handle own_group(hid_t id) { return {id, locked_close<H5Gclose>}; }
 
 constexpr std::string_view damage = "the file is damaged (a checksum does not fit)";
 
-// The most telling line of the error stack: the system's reason where there is one, else the innermost description.
-std::string reason() {
+// Why a call failed: the system's reason where there is one, else what the innermost line of the error stack means to
+// somebody who does not know the library. Its own words go to the log.
+std::string reason(std::string_view path) {
     std::string text;
     H5Ewalk2(
         H5E_DEFAULT, H5E_WALK_UPWARD,
@@ -77,15 +80,21 @@ std::string reason() {
     constexpr std::string_view mark = "error message = '";
     if (const auto begin = text.find(mark); begin != std::string::npos) {
         const auto from = begin + mark.size();
-        text = text.substr(from, text.find('\'', from) - from);
+        return text.substr(from, text.find('\'', from) - from);
     }
+    if (text.find("memory allocation failed") != std::string::npos) throw std::bad_alloc();
+    if (!text.empty()) spdlog::debug("{}: libhdf5: {}", path, text);
     if (text.find("checksum") != std::string::npos) return std::string(damage);
-    return text.empty() ? "unknown HDF5 error" : text;
+    if (text.starts_with("truncated file")) return "the file is cut off";
+    return "the file is damaged, or none that libhdf5 can read";
 }
+
+// Of calls that fail only on a damaged file or without memory.
+constexpr std::string_view call_failed = "cannot be read or written";
 
 template <class Id>
 Id checked(Id result, std::string_view path, std::string_view action) {
-    if (result < 0) fail("{}: {}: {}", path, action, reason());
+    if (result < 0) fail("{}: {}: {}", path, action, reason(path));
     return result;
 }
 
@@ -134,52 +143,52 @@ H5T_conv_ret_t refuse_out_of_range(H5T_conv_except_t exception, hid_t, hid_t, vo
 }
 
 Handle transfer_properties(hid_t memory_type, std::string_view path) {
-    Handle properties = own_properties(checked(H5Pcreate(H5P_DATASET_XFER), path, "H5Pcreate"));
+    Handle properties = own_properties(checked(H5Pcreate(H5P_DATASET_XFER), path, call_failed));
     if (is_integer(memory_type))
-        checked(H5Pset_type_conv_cb(properties.get(), refuse_out_of_range, nullptr), path, "H5Pset_type_conv_cb");
+        checked(H5Pset_type_conv_cb(properties.get(), refuse_out_of_range, nullptr), path, call_failed);
     return properties;
 }
 
 // Of files, groups and datasets to be made: no times are kept, so that the same contents give the same bytes.
 Handle creation_properties(hid_t kind, std::string_view path) {
-    Handle properties = own_properties(checked(H5Pcreate(kind), path, "H5Pcreate"));
-    checked(H5Pset_obj_track_times(properties.get(), false), path, "H5Pset_obj_track_times");
+    Handle properties = own_properties(checked(H5Pcreate(kind), path, call_failed));
+    checked(H5Pset_obj_track_times(properties.get(), false), path, call_failed);
     return properties;
 }
 
 Handle dataset_properties(std::string_view path) {
     Handle properties = creation_properties(H5P_DATASET_CREATE, path);
-    checked(H5Pset_fill_time(properties.get(), H5D_FILL_TIME_NEVER), path, "H5Pset_fill_time");
+    checked(H5Pset_fill_time(properties.get(), H5D_FILL_TIME_NEVER), path, call_failed);
     return properties;
 }
 
 Handle access_properties(std::string_view path) {
-    Handle properties = own_properties(checked(H5Pcreate(H5P_FILE_ACCESS), path, "H5Pcreate"));
+    Handle properties = own_properties(checked(H5Pcreate(H5P_FILE_ACCESS), path, call_failed));
     // What is written has the format of HDF5 1.10, in which every structure of the file carries a checksum that the library
     // compares before it reads on. Damaged, the older ones lead it into divisions by zero, endless loops, and worse.
-    checked(H5Pset_libver_bounds(properties.get(), H5F_LIBVER_V110, H5F_LIBVER_V110), path, "H5Pset_libver_bounds");
-    checked(H5Pset_fclose_degree(properties.get(), H5F_CLOSE_STRONG), path, "H5Pset_fclose_degree");
+    checked(H5Pset_libver_bounds(properties.get(), H5F_LIBVER_V110, H5F_LIBVER_V110), path, call_failed);
+    checked(H5Pset_fclose_degree(properties.get(), H5F_CLOSE_STRONG), path, call_failed);
     // Locks, except where the file system has none.
-    checked(H5Pset_file_locking(properties.get(), true, true), path, "H5Pset_file_locking");
+    checked(H5Pset_file_locking(properties.get(), true, true), path, call_failed);
     return properties;
 }
 
 std::string shape_text(const std::vector<std::int64_t>& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
 
 std::vector<std::int64_t> shape_of(hid_t dataset, std::string_view path) {
-    const Handle space = own_space(checked(H5Dget_space(dataset), path, "H5Dget_space"));
+    const Handle space = own_space(checked(H5Dget_space(dataset), path, call_failed));
     const H5S_class_t kind = H5Sget_simple_extent_type(space.get());
     if (kind == H5S_NULL) return {0};
-    const int rank = checked(H5Sget_simple_extent_ndims(space.get()), path, "H5Sget_simple_extent_ndims");
+    const int rank = checked(H5Sget_simple_extent_ndims(space.get()), path, call_failed);
     std::vector<hsize_t> sizes(static_cast<std::size_t>(rank));
-    if (rank > 0) checked(H5Sget_simple_extent_dims(space.get(), sizes.data(), nullptr), path, "H5Sget_simple_extent_dims");
+    if (rank > 0) checked(H5Sget_simple_extent_dims(space.get(), sizes.data(), nullptr), path, call_failed);
     return {sizes.begin(), sizes.end()};
 }
 
 bool link_exists(hid_t file, const std::string& name, std::string_view path) {
     const htri_t found = H5Lexists(file, name.c_str(), H5P_DEFAULT);
     if (found < 0)  // a part of the way is no group, or a group that cannot be read
-        if (const std::string why = reason(); why == damage) fail("{}: '{}' cannot be looked for: {}", path, name, why);
+        if (const std::string why = reason(path); why == damage) fail("{}: '{}' cannot be looked for: {}", path, name, why);
     return found > 0;
 }
 
@@ -217,7 +226,7 @@ std::int64_t file_bytes(const std::string& path) {
 
 // The type of the file's elements can become `memory_type`: numbers any floating type, integers alone an integer.
 void check_readable_as(hid_t dataset, hid_t memory_type, const std::string& name, std::string_view path) {
-    const Handle type = own_type(checked(H5Dget_type(dataset), path, "H5Dget_type"));
+    const Handle type = own_type(checked(H5Dget_type(dataset), path, call_failed));
     FENWICK_CHECK(is_integer(memory_type) ? is_integer(type.get()) : is_number(type.get()),
                   "{}: dataset '{}' does not hold {}", path, name, is_integer(memory_type) ? "integers" : "numbers");
 }
@@ -243,10 +252,10 @@ void read_part(hid_t file, const std::string& name, hid_t memory_type, void* out
     FENWICK_CHECK(offset >= 0 && count >= 0 && offset <= shape[0] && count <= shape[0] - offset,
                   "{}: elements [{}, {}) of dataset '{}' are asked for, it has {}", path, offset, offset + count, name, shape[0]);
     if (count == 0) return;
-    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path, "H5Dget_space"));
+    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path, call_failed));
     const hsize_t start = static_cast<hsize_t>(offset), size = static_cast<hsize_t>(count);
-    checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, "H5Sselect_hyperslab");
-    const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, "H5Screate_simple"));
+    checked(H5Sselect_hyperslab(space.get(), H5S_SELECT_SET, &start, nullptr, &size, nullptr), path, call_failed);
+    const Handle memory = own_space(checked(H5Screate_simple(1, &size, nullptr), path, call_failed));
     const Handle transfer = transfer_properties(memory_type, path);
     checked(H5Dread(dataset.get(), memory_type, memory.get(), space.get(), transfer.get(), out), path,
             fmt::format("dataset '{}' cannot be read", name));
@@ -406,8 +415,8 @@ void read_number_attribute(hid_t file, const std::string& object_name, const std
                            const std::string& path) {
     const Handle object = open_object(file, object_name, path);
     const Handle attribute = open_attribute(object.get(), object_name, name, path);
-    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path, "H5Aget_type"));
-    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path, "H5Aget_space"));
+    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path, call_failed));
+    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path, call_failed));
     FENWICK_CHECK((is_integer(memory_type) ? is_integer(type.get()) : is_number(type.get())) &&
                       H5Sget_simple_extent_npoints(space.get()) == 1,
                   "{}: attribute '{}' of '{}' is not one {}", path, name, object_name,
@@ -465,7 +474,7 @@ Handle open_file(const std::string& path, unsigned flags) {
     FENWICK_CHECK(!known || S_ISREG(status.st_mode), "{} is a device, pipe or socket; an HDF5 file is needed", path);
     FENWICK_CHECK(is_hdf5(path), "{} is not an HDF5 file", path);
     const Handle access = access_properties(path);
-    return own_file(checked(H5Fopen(path.c_str(), flags, access.get()), path, "damaged HDF5 file"));
+    return own_file(checked(H5Fopen(path.c_str(), flags, access.get()), path, "cannot be opened"));
 }
 
 }  // namespace
@@ -498,7 +507,7 @@ File File::create(const std::string& path) {
     const Lock lock;
     const Handle access = access_properties(path), creation = creation_properties(H5P_FILE_CREATE, path);
     // The root's attributes stand in its header, not in an index of their own, which would take longer to open.
-    checked(H5Pset_attr_phase_change(creation.get(), 64, 48), path, "H5Pset_attr_phase_change");
+    checked(H5Pset_attr_phase_change(creation.get(), 64, 48), path, call_failed);
     return {path, own_file(checked(H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation.get(), access.get()), path,
                                    "cannot be created"))};
 }
@@ -534,7 +543,7 @@ void File::create_group(const std::string& name) {
 DatasetInfo File::info(const std::string& name) const {
     const Lock lock;
     const Handle dataset = open_dataset(file_.get(), name, path_);
-    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, "H5Dget_type"));
+    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, call_failed));
     return {element_type_of(type.get()), shape_of(dataset.get(), path_)};
 }
 
@@ -567,9 +576,9 @@ template <class T>
 std::int64_t File::position_of_chunk(const std::string& name, std::int64_t first) const {
     const Lock lock;
     const Handle dataset = open_dataset(file_.get(), name, path_);
-    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, "H5Dget_type"));
-    const Handle properties = own_properties(checked(H5Dget_create_plist(dataset.get()), path_, "H5Dget_create_plist"));
-    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path_, "H5Dget_space"));
+    const Handle type = own_type(checked(H5Dget_type(dataset.get()), path_, call_failed));
+    const Handle properties = own_properties(checked(H5Dget_create_plist(dataset.get()), path_, call_failed));
+    const Handle space = own_space(checked(H5Dget_space(dataset.get()), path_, call_failed));
     if (H5Tequal(type.get(), native_type<T>()) <= 0 || H5Pget_layout(properties.get()) != H5D_CHUNKED ||
         H5Pget_nfilters(properties.get()) != 0 || H5Sget_simple_extent_ndims(space.get()) != 1)
         return -1;
@@ -587,7 +596,7 @@ std::int64_t File::position_of_chunk(const std::string& name, std::int64_t first
 int File::descriptor() const {
     const Lock lock;
     void* handle = nullptr;
-    checked(H5Fget_vfd_handle(file_.get(), H5P_DEFAULT, &handle), path_, "H5Fget_vfd_handle");
+    checked(H5Fget_vfd_handle(file_.get(), H5P_DEFAULT, &handle), path_, call_failed);
     return *static_cast<int*>(handle);
 }
 
@@ -659,8 +668,8 @@ std::string File::attribute_string(const std::string& object, const std::string&
     const Lock lock;
     const Handle opened = open_object(file_.get(), object, path_);
     const Handle attribute = open_attribute(opened.get(), object, name, path_);
-    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path_, "H5Aget_type"));
-    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path_, "H5Aget_space"));
+    const Handle type = own_type(checked(H5Aget_type(attribute.get()), path_, call_failed));
+    const Handle space = own_space(checked(H5Aget_space(attribute.get()), path_, call_failed));
     FENWICK_CHECK(H5Tget_class(type.get()) == H5T_STRING && H5Sget_simple_extent_npoints(space.get()) == 1,
                   "{}: attribute '{}' of '{}' is not one string", path_, name, object);
     const std::string action = fmt::format("attribute '{}' of '{}' cannot be read", name, object);
@@ -695,10 +704,10 @@ void File::set_attribute(const std::string& object, const std::string& name, std
     const Lock lock;
     FENWICK_CHECK(value.size() < 64000, "{}: attribute '{}' of '{}' has {} bytes; HDF5 holds less than 64 KB in an attribute, "
                   "write a dataset", path_, name, object, value.size());
-    const Handle type = own_type(checked(H5Tcopy(H5T_C_S1), path_, "H5Tcopy"));
-    checked(H5Tset_size(type.get(), std::max<std::size_t>(value.size(), 1)), path_, "H5Tset_size");
-    checked(H5Tset_strpad(type.get(), H5T_STR_NULLPAD), path_, "H5Tset_strpad");
-    checked(H5Tset_cset(type.get(), H5T_CSET_UTF8), path_, "H5Tset_cset");
+    const Handle type = own_type(checked(H5Tcopy(H5T_C_S1), path_, call_failed));
+    checked(H5Tset_size(type.get(), std::max<std::size_t>(value.size(), 1)), path_, call_failed);
+    checked(H5Tset_strpad(type.get(), H5T_STR_NULLPAD), path_, call_failed);
+    checked(H5Tset_cset(type.get(), H5T_CSET_UTF8), path_, call_failed);
     write_attribute(file_.get(), object, name, type.get(), value.empty() ? "" : value.data(), path_);
 }
 

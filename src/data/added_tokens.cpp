@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "data/utf8.h"
+#include "base/utf8.h"
 
 namespace fenwick::data {
 namespace {

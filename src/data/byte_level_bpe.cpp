@@ -7,8 +7,8 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/utf8.h"
 #include "data/normalization.h"
-#include "data/utf8.h"
 
 namespace fenwick::data {
 namespace {

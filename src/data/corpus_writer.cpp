@@ -64,7 +64,10 @@ void check_remains(const std::string& path, Check&& is_as_left) {
 
 }  // namespace
 
-bool is_token_file_path(const std::string& output) { return fs::path(output).extension() == ".h5"; }
+bool is_token_file_path(const std::string& output) {
+    const auto extension = fs::path(output).extension();
+    return extension == ".h5" || extension == ".H5";
+}
 
 void CorpusWriter::Spool::append(const void* data, std::size_t bytes) {
     crc = crc32_of(data, bytes, crc);

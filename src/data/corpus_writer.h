@@ -13,7 +13,7 @@
 
 namespace fenwick::data {
 
-// A path that ends in .h5 is one token file; any other is a folder of shards.
+// A path that ends in .h5 (or .H5) is one token file; any other is a folder of shards.
 bool is_token_file_path(const std::string& output);
 
 // Everything is made in the folder "<output>.partial". Tokens and documents of the shard being filled go to plain files,

@@ -1,6 +1,7 @@
 #include "data/loader.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 
 #include "base/error.h"
@@ -183,7 +184,14 @@ struct Loader::Implementation {
             rates.push_back(corpus.weight * static_cast<double>(sources.back().rows()) / static_cast<double>(sources.back().targets()));
         }
         if (!paths.empty()) sources.emplace_back(paths, options.packing, options.sequence_length, most_open);
-        if (sources.size() > 1) mixture.emplace(rates);
+        if (sources.size() > 1) {
+            const double sum = std::accumulate(rates.begin(), rates.end(), 0.0);
+            for (std::size_t i = 0; i < rates.size(); ++i)
+                FENWICK_CHECK(rates[i] >= Mixture::least_rate * sum,
+                              "data.train: the weight of {}, {}, gives it less than {} of the rows; give it more, or leave it out",
+                              options.corpora[i].path, options.corpora[i].weight, Mixture::least_rate);
+            mixture.emplace(rates);
+        }
         const auto& first = front();
         for (const auto& source : sources)
             for (const auto& corpus : source.corpora())
@@ -227,6 +235,7 @@ double Loader::fill() const {
 double Loader::mean_sequence_length() const {
     return implementation_->total(&Source::sequence_lengths) / static_cast<double>(tokens_per_epoch());
 }
+const TokenCorpus& Loader::first_corpus() const { return implementation_->sources.front().corpora().front(); }
 std::int64_t Loader::vocab_size() const { return implementation_->front().vocab_size; }
 std::string Loader::tokenizer_identity() const { return implementation_->front().tokenizer_identity; }
 

@@ -8,6 +8,8 @@
 
 namespace fenwick::data {
 
+class TokenCorpus;
+
 // What a run draws from, and how much of it.
 struct WeightedCorpus {
     std::string path;   // token file, or folder of shards
@@ -75,6 +77,7 @@ public:
     std::int64_t tokens_per_epoch() const;  // targets in them
     double fill() const;                    // share of an epoch's targets that are tokens
     double mean_sequence_length() const;    // that a target is in: of a long sequence, many are
+    const TokenCorpus& first_corpus() const;
     std::int64_t vocab_size() const;
     std::string tokenizer_identity() const;
     // SHA-256 over the corpora's identities: another one where a corpus was made anew from other text, or is cut into other

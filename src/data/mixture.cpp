@@ -28,7 +28,7 @@ Mixture::Mixture(const std::vector<double>& rates) {
         sum += rate;
     }
     for (const double rate : rates)
-        FENWICK_CHECK(rate >= 1e-9 * sum, "[mixture] a rate is {} of {} in all, less than 1e-9; leave the source out", rate, sum);
+        FENWICK_CHECK(rate >= least_rate * sum, "[mixture] a rate is {} of {} in all, less than {}", rate, sum, least_rate);
     double left = sum;
     for (std::size_t i = 0; i < rates.size(); ++i) {
         const double share = i + 1 == rates.size() ? 1.0 : std::fmin(rates[i] / left, 1.0);

@@ -11,7 +11,10 @@ namespace fenwick::data {
 // rows, every source has its share within a few rows, for every n. A pure function of the row's number, in O(sources).
 class Mixture {
 public:
-    // Relative rates, each above 0. Throws Error for a rate below 1e-9 of the sum: it would never have its turn.
+    // Of the sum of all rates; what has less would never have its turn.
+    static constexpr double least_rate = 1e-9;
+
+    // Relative rates, each above 0. Throws Error for one below the least.
     explicit Mixture(const std::vector<double>& rates);
 
     struct Place {

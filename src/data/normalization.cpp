@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "base/error.h"
-#include "data/utf8.h"
+#include "base/utf8.h"
 
 #ifdef FENWICK_HAVE_UTF8PROC
 #include <utf8proc.h>

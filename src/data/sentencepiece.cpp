@@ -15,8 +15,8 @@
 #include "base/files.h"
 #include "base/log.h"
 #include "base/parallel.h"
+#include "base/utf8.h"
 #include "data/text_files.h"
-#include "data/utf8.h"
 
 namespace fenwick::data {
 namespace {

@@ -242,7 +242,8 @@ namespace {
 
 hdf5::File open_tokens(const std::string& path) {
     if (fs::is_regular_file(path) && !hdf5::is_hdf5(path)) {
-        FENWICK_CHECK(fs::path(path).extension() == ".h5",
+        const auto extension = fs::path(path).extension();
+        FENWICK_CHECK(extension == ".h5" || extension == ".H5",
                       "{} is no token file; make one: fenwick tokenize {} --output NAME.h5", path, path);
         fail("{} is not an HDF5 file: it is damaged, or something else has its name", path);
     }

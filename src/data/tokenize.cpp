@@ -9,6 +9,7 @@
 #include <fstream>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <thread>
 #include <utility>
@@ -17,10 +18,10 @@
 #include "base/files.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "base/utf8.h"
 #include "data/corpus.h"
 #include "data/corpus_writer.h"
 #include "data/text_files.h"
-#include "data/utf8.h"
 
 namespace fenwick::data {
 namespace {
@@ -301,10 +302,11 @@ public:
             }
             publish();
         } catch (const Error& error) {
-            if (!is_disposable_)
-                fail("{}; what is done is kept in {}: the same command goes on from there", error.what(), work());
-            remove_work_folders();
-            throw;
+            end_with(error.what());
+        } catch (const std::bad_alloc&) {
+            const int workers = options_.workers > 0 ? options_.workers : num_threads();
+            end_with(workers > 1 ? fmt::format("out of memory; lower --workers from {}", workers)
+                                 : "out of memory with one worker; shorter documents (lines of JSON) need less");
         }
         TokenizeResult result{.output = TokenCorpus(outputs_[0]->output()).info()};
         if (outputs_.size() > 1) result.valid = TokenCorpus(outputs_[1]->output()).info();
@@ -312,6 +314,12 @@ public:
     }
 
 private:
+    [[noreturn]] void end_with(const std::string& message) {
+        if (!is_disposable_) fail("{}; what is done is kept in {}: the same command goes on from there", message, work());
+        remove_work_folders();
+        throw Error(message);
+    }
+
     const std::string& work() const { return outputs_[0]->work_folder(); }
     std::string journal_path() const { return work() + "/journal.json"; }
     std::string inputs_path() const { return work() + "/inputs.jsonl"; }
@@ -332,10 +340,18 @@ private:
         FENWICK_CHECK(!options_.output.empty(), "no output to write to");
         FENWICK_CHECK(options_.shard_tokens >= 1, "shards of {} tokens are asked for; at least 1 is needed",
                       options_.shard_tokens);
-        FENWICK_CHECK(options_.valid_output.empty() == (options_.valid_share == 0),
-                      "a validation share needs both its size and its output (--valid-share, --valid-output)");
-        FENWICK_CHECK(options_.valid_share >= 0 && options_.valid_share < 1,
-                      "the validation share is {}; it must be above 0 and below 1", options_.valid_share);
+        FENWICK_CHECK(options_.valid_share >= 0 && options_.valid_share < 1 &&
+                          (options_.valid_share > 0 || options_.valid_output.empty()),
+                      "--valid-share is {}{}; it must be above 0 and below 1, as in --valid-share 0.01", options_.valid_share,
+                      options_.valid_output.empty() ? "" : " beside --valid-output");
+        FENWICK_CHECK(options_.valid_share == 0 || !options_.valid_output.empty(),
+                      "--valid-share is {}, and nothing says where these documents go; name --valid-output", options_.valid_share);
+    }
+
+    // Of a place where nothing may stand yet; weakly_canonical leaves names relative whose first part is not there.
+    static fs::path canonical(const std::string& path) {
+        std::error_code ignored;
+        return fs::weakly_canonical(fs::absolute(path, ignored), ignored);
     }
 
     void check_places() const {
@@ -345,13 +361,12 @@ private:
             for (const std::string& input : options_.inputs) {
                 std::error_code ignored;
                 if (!fs::is_directory(input, ignored)) continue;
-                const auto way = fs::weakly_canonical(path, ignored).lexically_relative(fs::canonical(input, ignored));
+                const auto way = canonical(path).lexically_relative(fs::canonical(input, ignored));
                 FENWICK_CHECK(way.empty() || *way.begin() == "..",
                               "{} would lie in {}, a folder that is read; name a place outside of it", path, input);
             }
         }
-        FENWICK_CHECK(outputs_.size() < 2 ||
-                          fs::weakly_canonical(outputs_[0]->output()) != fs::weakly_canonical(outputs_[1]->output()),
+        FENWICK_CHECK(outputs_.size() < 2 || canonical(outputs_[0]->output()) != canonical(outputs_[1]->output()),
                       "{} is the output and the output of the validation share; name two", options_.output);
     }
 
@@ -417,7 +432,7 @@ private:
                 error.clear();
                 if (fs::create_directory(work, error)) made.push_back(work);
                 FENWICK_CHECK(!error, "{}: cannot be written: {}", output->output(),
-                              error == std::errc::no_such_file_or_directory ? "its folder does not exist" : error.message());
+                              reason_not_made(work, error));
                 FENWICK_CHECK(locks_.emplace_back().acquire(output->work_folder() + "/lock"),
                               "{}: another run is writing it; wait for its end, or name another output", output->output());
             }

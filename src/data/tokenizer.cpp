@@ -6,9 +6,9 @@
 #include "base/error.h"
 #include "base/files.h"
 #include "base/sha256.h"
+#include "base/utf8.h"
 #include "data/sentencepiece.h"
 #include "data/tokenizer_json.h"
-#include "data/utf8.h"
 
 namespace fenwick::data {
 

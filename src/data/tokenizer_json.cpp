@@ -6,9 +6,9 @@
 
 #include "base/error.h"
 #include "base/files.h"
+#include "base/utf8.h"
 #include "data/byte_level_bpe.h"
 #include "data/normalization.h"
-#include "data/utf8.h"
 
 namespace fenwick::data {
 namespace {

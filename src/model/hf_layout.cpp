@@ -289,9 +289,7 @@ std::string config_to_hf(const ModelConfig& config, const ExportOptions& options
 void export_hf(const LanguageModel& model, const std::string& folder, const ExportOptions& options) {
     const std::string config = config_to_hf(model.config(), options);
     FENWICK_CHECK(options.max_shard_bytes >= 1, "max_shard_bytes is {}; at least 1 is needed", options.max_shard_bytes);
-    std::error_code error;
-    fs::create_directories(folder, error);
-    FENWICK_CHECK(!error && fs::is_directory(folder), "{}: cannot be made: {}", folder, error.message());
+    make_folder(folder);
     std::vector<std::vector<safetensors::NamedTensor>> shards(1);
     std::int64_t in_shard = 0, total = 0;
     for (const auto& parameter : model.parameters()) {
@@ -314,7 +312,8 @@ void export_hf(const LanguageModel& model, const std::string& folder, const Expo
     }
     // An older export of the other kind would be read instead.
     const fs::path index_path = fs::path(folder) / "model.safetensors.index.json";
-    fs::remove(shards.size() > 1 ? fs::path(folder) / "model.safetensors" : index_path, error);
+    std::error_code ignored;
+    fs::remove(shards.size() > 1 ? fs::path(folder) / "model.safetensors" : index_path, ignored);
     if (shards.size() > 1) write_file_atomically(index_path.string(), index.dump(2) + "\n");
     write_file_atomically((fs::path(folder) / "config.json").string(), config);
 }

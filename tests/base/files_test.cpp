@@ -63,7 +63,11 @@ TEST(Files, SaysWhatIsWrong) {
     EXPECT_EQ(error_of([&] { read_file(folder.path()); }), folder.path() + " is a folder; a file is needed");
     EXPECT_EQ(error_of([&] { write_file_atomically(folder / "no/a", "x"); }),
               folder / "no/a" + std::string(": cannot be written: its folder does not exist"));
+    EXPECT_EQ(error_of([&] { write_file_atomically("/proc/a", "x"); }), "/proc/a: cannot be written: no files can be made in /proc");
+    EXPECT_EQ(error_of([&] { make_folder("/proc/a/b/c"); }), "/proc/a/b/c: the folder cannot be made: no files can be made in /proc");
+    EXPECT_EQ(error_of([&] { make_folder("/dev/null"); }), "/dev/null: the folder cannot be made: Not a directory");
     std::filesystem::create_directory(folder / "d");
+    EXPECT_EQ(error_of([&] { make_folder(folder / "d"); }), "");
     EXPECT_THAT(error_of([&] { write_file_atomically(folder / "d", "x"); }), HasSubstr("/d: cannot be put in place: "));
     EXPECT_EQ(error_of([&] { publish_file(folder / "none.tmp", folder / "none"); }), folder / "none.tmp" + std::string(": no such file"));
     EXPECT_EQ(folder.count(), 1u) << "no temporary file stays";

@@ -168,7 +168,7 @@ TEST(Hdf5, SaysWhatIsWrongWithAFile) {
         EXPECT_THAT(error_of([&] { file.read_slice("group/values", 0, 5, out.data()); }), HasSubstr("one dimension is needed"));
     }
     std::filesystem::resize_file(path, 40000);
-    EXPECT_THAT(error_of([&] { File::open(path); }), HasSubstr(path + ": damaged HDF5 file: truncated file"));
+    EXPECT_THAT(error_of([&] { File::open(path); }), HasSubstr(path + ": cannot be opened: the file is cut off"));
     std::filesystem::resize_file(path, 4);
     EXPECT_EQ(error_of([&] { File::open(path); }), path + " is not an HDF5 file");
 }

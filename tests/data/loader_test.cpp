@@ -422,6 +422,8 @@ TEST(Loader, SaysWhatIsWrong) {
     EXPECT_THAT(error({{a, 1}, {other, 1}}), HasSubstr(a + " and " + other + " were made with different tokenizers"));
     EXPECT_EQ(error({{a, 1}, {one}}), "[loader] " + a + " has a weight and " + one + " has none; give each corpus a weight above 0, or none");
     EXPECT_THAT(error({{a, -1}, {one, 1}}), HasSubstr("give each corpus a weight above 0, or none"));
+    EXPECT_EQ(error({{a, 1}, {a, 1e-10}}),
+              "data.train: the weight of " + a + ", 1e-10, gives it less than 1e-09 of the rows; give it more, or leave it out");
 }
 
 }  // namespace

@@ -714,8 +714,16 @@ TEST_F(TokenizeCorpus, BadInputsAreNamed) {
     tokenize(*bytes_, options_);
     EXPECT_THAT(documents_of(output_), ElementsAre("{\"content\": \"x\"}"));
     EXPECT_THAT(error_of([] { text_format_from("csv"); }), HasSubstr("use auto, text or jsonl"));
-    options_.valid_share = 0.5;
-    EXPECT_THAT(error_of([&] { tokenize(*bytes_, options_); }), HasSubstr("needs both its size and its output"));
+    const auto with_valid = [&](double share, const std::string& output) {
+        options_.valid_share = share;
+        options_.valid_output = output;
+        return error_of([&] { tokenize(*bytes_, options_); });
+    };
+    EXPECT_EQ(with_valid(0.5, ""), "--valid-share is 0.5, and nothing says where these documents go; name --valid-output");
+    EXPECT_EQ(with_valid(0, folder_ / "v.h5"),
+              "--valid-share is 0 beside --valid-output; it must be above 0 and below 1, as in --valid-share 0.01");
+    EXPECT_EQ(with_valid(1, folder_ / "v.h5"),
+              "--valid-share is 1 beside --valid-output; it must be above 0 and below 1, as in --valid-share 0.01");
 }
 
 TEST_F(Tokenize, WikiText2) {

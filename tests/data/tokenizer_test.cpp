@@ -12,7 +12,7 @@
 #include "base/files.h"
 #include "base/random.h"
 #include "base/sha256.h"
-#include "data/utf8.h"
+#include "base/utf8.h"
 #include "support/shared_data.h"
 #include "support/temporary_folder.h"
 #include "support/tokenizer_check.h"

@@ -208,7 +208,7 @@ TEST_F(CorpusCommands, OptionsOfTokenizing) {
     expect_refused(command, "a.h5 exists already; name another place, or give --overwrite");
     succeed(with({"--overwrite"}));
     EXPECT_THAT(fenwick({"info", folder_ / "a.h5"}).output, HasSubstr("empty.txt (0 bytes)"));
-    expect_refused(with({"--overwrite", "--valid-share", "0.5"}), "--valid-share, --valid-output");
+    expect_refused(with({"--overwrite", "--valid-share", "0.5"}), "--valid-share is 0.5, and nothing says where these documents go; name --valid-output");
     expect_refused(with({"--overwrite", "--end-of-document", ""}), "--end-of-document is empty");
     expect_refused({"tokenize", folder_ / "empty.txt", "-o", folder_ / "b.h5"}, "no text to tokenize in ");
     expect_refused({"tokenize", folder_ / "a.jsonl", "-o", folder_ / "b.h5"}, "a.jsonl:1: it has no field 'text'");

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "base/files.h"
@@ -65,6 +66,20 @@ TEST_F(Robustness, ALimitOfFileSizeIsAFullDisk) {
 TEST_F(Robustness, ThreadsThatCannotStartAreRefused) {
     expect_refused("--threads 4000 info " + path("config.yaml"), "lower --threads", "ulimit -v 2000000;");
 }
+
+TEST_F(Robustness, EachCommandSaysWhatTakesLessMemory) {
+    std::string line = "{\"text\": \"";
+    for (int i = 0; i < 6000000; ++i) line += "word ";
+    write_text(path("long.jsonl"), line + "\"}\n");
+    const std::string before = "ulimit -v 300000; OPENBLAS_NUM_THREADS=1", command = "--quiet tokenize " + path("long.jsonl") + " -o " + path("long.h5");
+    expect_refused(command + " --workers 2", "fenwick: out of memory; lower --workers from 2\n", before);
+    expect_refused(command + " --workers 1", "fenwick: out of memory with one worker; shorter documents (lines of JSON) need less\n", before);
+    EXPECT_FALSE(std::filesystem::exists(path("long.h5.partial")));
+    const std::string large = " --set model.hidden_size=8192 --set model.intermediate_size=65536 --run-dir " + path("large");
+    expect_refused("--quiet train " + path("config.yaml") + large,
+                   "; lower train.micro_batch or data.sequence_length, or set train.recompute: block\n", "ulimit -v 1000000; OPENBLAS_NUM_THREADS=1");
+    EXPECT_FALSE(std::filesystem::exists(path("large")));
+}
 #endif
 
 TEST_F(Robustness, InputsAreNotOverwritten) {
@@ -86,6 +101,54 @@ TEST_F(Robustness, InputsAreNotOverwritten) {
 TEST_F(Robustness, PaddedVocabularyIsNeverDrawn) {
     const auto text = run_program("generate " + path("padded") + " --prompt a --max-tokens 200 --ignore-end");
     EXPECT_EQ(text.exit_code, 0) << text.output;
+}
+
+// Names and values reach a terminal with their control characters written out, and a message keeps to its line.
+TEST_F(Robustness, ControlCharactersAreWrittenOut) {
+    const std::string raw = "e\x1b[31m\nf\xff", shown = "e\\x1b[31m\\nf\\xff";
+    const auto is_plain = [](const std::string& output) {
+        return std::all_of(output.begin(), output.end(), [](char c) { return c == '\n' || (c >= ' ' && c <= '~'); });
+    };
+    EXPECT_EQ(run_program("info '" + path(raw) + "'").output, "fenwick: " + path(shown) + ": no such file\n");
+    expect_refused("train " + path("config.yaml") + " --set 'data.packing=" + raw + "'", "data.packing is 'e\\x1b[31m f\\xff'; one of stream");  // YAML folds lines
+    std::filesystem::copy_file(path("text.txt"), path(raw));
+    const std::string tokens = path(raw + ".h5");
+    const auto made = run_program("tokenize '" + path(raw) + "' -o '" + tokens + "'");
+    EXPECT_EQ(made.exit_code, 0);
+    EXPECT_THAT(made.output, HasSubstr(path(shown) + ".h5: "));
+    EXPECT_TRUE(is_plain(made.output)) << made.output;
+    const auto told = run_program("info '" + tokens + "'");
+    EXPECT_THAT(told.output, HasSubstr("token file: " + path(shown) + ".h5\n"));
+    EXPECT_THAT(told.output, HasSubstr("  source: " + path("e\\x1b[31m\\nf")));  // JSON has no bytes that are not UTF-8
+    EXPECT_TRUE(std::all_of(told.output.begin(), told.output.end(), [](char c) { return c == '\n' || (c != '\x7f' && (c < 0 || c >= ' ')); }));
+    // The run's own config says it in YAML; a warning of the log on resuming, too.
+    std::filesystem::copy_file(tokens, path("t\x1b"));
+    const std::string run = "train " + path("config.yaml") + " --run-dir '" + path("r\x1b") + "'";
+    ASSERT_EQ(run_program(run).exit_code, 0);
+    EXPECT_THAT(read_file(path("r\x1b/config.yaml")), HasSubstr("run_dir: \"" + path("r\\x1b") + "\"\n"));
+    const auto resumed = run_program(run + " --resume auto --set train.steps=3 --set 'data.train=\"" + path("t\\x1b") + "\"'");
+    EXPECT_EQ(resumed.exit_code, 0);
+    EXPECT_THAT(resumed.output, HasSubstr("fenwick: warning: data.train was "));
+    EXPECT_THAT(resumed.output, HasSubstr("now it is [\"" + path("t\\x1b") + "\"]\n"));
+    EXPECT_THAT(resumed.output, HasSubstr("run folder " + path("r\\x1b")));
+    EXPECT_TRUE(is_plain(resumed.output)) << resumed.output;
+}
+
+TEST_F(Robustness, PlacesOfOutputs) {
+    const std::string tokenize = "--quiet tokenize " + path("text.txt") + " --documents line -o ";
+    expect_refused(tokenize + "/proc/x.h5", "fenwick: /proc/x.h5: cannot be written: no files can be made in /proc\n");
+    expect_refused(tokenize + path("no/x.h5"), "fenwick: " + path("no/x.h5") + ": cannot be written: its folder does not exist\n");
+    expect_refused("train " + path("config.yaml") + " --run-dir /proc/r",
+                   "fenwick: /proc/r/checkpoints: the folder cannot be made: no files can be made in /proc\n");
+    expect_refused("export " + path("run") + " /proc/e", "fenwick: /proc/e: the folder cannot be made: no files can be made in /proc\n");
+    // One place under two names, where nothing stands yet
+    expect_refused(tokenize + "x.h5 --valid-share 0.5 --valid-output ./x.h5",
+                   "fenwick: x.h5 is the output and the output of the validation share; name two\n", "cd " + path("") + " &&");
+    EXPECT_FALSE(std::filesystem::exists(path("x.h5.partial")));
+    // A file in whatever case
+    ASSERT_EQ(run_program(tokenize + path("capital.H5")).exit_code, 0);
+    EXPECT_TRUE(std::filesystem::is_regular_file(path("capital.H5")));
+    EXPECT_EQ(run_program("verify " + path("capital.H5")).output, path("capital.H5") + ": every checksum is right\n");
 }
 
 // Of the same size of vocabulary, so that its weights would fit.

@@ -195,7 +195,8 @@ TEST(Config, EmptyTextsAndNames) {
 // Any text comes back as it was.
 TEST(Config, YamlTextReadsBack) {
     for (const std::string text : {"a", "null", "NULL", "true", "12", "~", "a #b", "a: b", "*a", "&a", "- a", "[a]", "{a}", "a\"b\\c", "%a",
-                                   "a\tb", "a\nb", "a\r\nb", " a ", "'", "!a", "@a", "`a", "---", "caf\xc3\xa9"})
+                                   "a\tb", "a\nb", "a\r\nb", " a ", "'", "!a", "@a", "`a", "---", "caf\xc3\xa9",
+                                   "a\x01\x1b[31m\x7f" "b"})
         EXPECT_EQ(parse_config(minimal, "a.yaml", {"run_dir=" + yaml_text(text)}).run_dir, text);
 }
 

@@ -1,10 +1,10 @@
-// UTF-8 as far as tokenizing needs it.
+// UTF-8, as far as tokenizing and messages need it.
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 
-namespace fenwick::data {
+namespace fenwick {
 
 // Bytes of the valid UTF-8 character at the start of `text` (1 to 4), or 0 where there is none: a stray continuation
 // byte, an overlong form, a surrogate, a value past U+10FFFF or a cut character (RFC 3629, section 4).
@@ -62,4 +62,4 @@ constexpr bool is_white_space(char32_t c) {
 // The white space that separates words: ASCII's, as in the C locale.
 constexpr bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-}  // namespace fenwick::data
+}  // namespace fenwick
