@@ -180,6 +180,9 @@ struct TokenCorpus::Implementation {
         if (single) {
             open[0] = single;
             place[0] = recent.insert(recent.begin(), 0);
+        } else {
+            // A wrong shard is told now, not when a run reaches it after days.
+            for (std::size_t i = 0; i < manifest.shards.size(); ++i) shard(i);
         }
     }
 

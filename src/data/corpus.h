@@ -47,12 +47,12 @@ bool holds_shards(const std::string& path);      // a folder that does, or did
 // How many shards a process can well keep open: a quarter of the files that the system lets it open.
 std::size_t most_open_shards();
 
-// Opening checks that every shard is there with the size that the manifest says. A shard is opened when it is first
-// needed, and its digest compared; at most `most_open` stay open. A run with shuffled rows touches any shard at any time,
-// so that it is much slower where they do not all stay open. Thread-safe.
+// Opening opens every shard, about a millisecond each, and compares its size and digest with the manifest's; of the tokens
+// themselves it reads none. At most `most_open` stay open, others are opened anew when they are needed. A run with shuffled
+// rows touches any shard at any time, so that it is much slower where they do not all stay open. Thread-safe.
 class TokenCorpus {
 public:
-    // Throws Error: nothing there, a missing, foreign or truncated shard, a damaged manifest.
+    // Throws Error: nothing there, a missing, foreign or truncated shard, another corpus's shard, a damaged manifest.
     explicit TokenCorpus(const std::string& path, std::size_t most_open = most_open_shards());
     ~TokenCorpus();
     TokenCorpus(TokenCorpus&&) noexcept;
