@@ -1,5 +1,6 @@
 #include "train/trainer.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -110,6 +111,8 @@ public:
             FENWICK_CHECK(validation_->tokenizer_identity() == tokenizer_.identity,
                           "{}: its tokenizer is not that of {}; tokenize both with the same one", config_.data.valid,
                           config_.data.train.front().path);
+            // Damage is told now, not at the first validation.
+            for_each_validation_batch([&](std::int64_t first, std::int64_t count) { (void)validation_->read(first, count); });
         }
     }
 
@@ -149,16 +152,23 @@ private:
             ++step_;
             const bool last = step_ == train.steps;
             const auto step_start = std::chrono::steady_clock::now();
-            StepReport report = update(signal);
+            std::optional<StepReport> made = update(signal);
+            if (!made) {
+                --step_;
+                stop_for_bad_data();
+            }
+            StepReport& report = *made;
             report.tokens_per_s = static_cast<double>(report.tokens - tokens_) / seconds_since(step_start);
             tokens_ = report.tokens;
             if (peak_flops_ > 0) report.mfu = report.tokens_per_s * flops_per_token_ / peak_flops_;
-            if (validation_ && (last || is_due(train.validate_every))) report.valid_loss = validate();
+            const bool validates = validation_ && (last || is_due(train.validate_every));
+            if (validates) report.valid_loss = validate();
             report.time_s = seconds_since(start_);
             if (communicator_.is_root()) {
                 if (last || report.valid_loss || step_ % train.log_every == 0) metrics_->write(report);
                 observer_.on_step(report);
             }
+            if (validates && !report.valid_loss) stop_for_bad_data();
             if (last || signal != 0 || is_due(train.checkpoint_every)) save();
         }
         EndReport end{.step = step_, .total_steps = train.steps, .signal = step_ < train.steps ? signal : 0,
@@ -172,7 +182,7 @@ private:
     std::string checkpoints() const { return config_.run_dir + "/checkpoints"; }
 
     void adopt_tokenizer() {
-        const data::TokenCorpus corpus(config_.data.train.front().path);
+        const data::TokenCorpus& corpus = loader_.first_corpus();
         tokenizer_ = {corpus.info().tokenizer_kind, corpus.info().tokenizer_identity, corpus.tokenizer_definition()};
         if (config_.model.vocab_size == 0) config_.model.vocab_size = loader_.vocab_size();
         FENWICK_CHECK(config_.model.vocab_size >= loader_.vocab_size(),
@@ -216,9 +226,7 @@ private:
     void lock_run_folder() {
         together(communicator_, [&] {
             if (!communicator_.is_root()) return;
-            std::error_code error;
-            fs::create_directories(checkpoints(), error);
-            FENWICK_CHECK(!error, "{}: the folder cannot be made ({})", checkpoints(), error.message());
+            make_folder(checkpoints());
             FENWICK_CHECK(lock_.acquire(config_.run_dir + "/.lock"),
                           "{}: another run is training in this folder; wait for its end, or give another run_dir", config_.run_dir);
         });
@@ -270,7 +278,7 @@ private:
                                  difference.ours);
         check_same_data(path, header);
         load_checkpoint(path, *optimizer_);
-        step_ = header.step;
+        step_ = saved_step_ = header.step;
         tokens_ = header.tokens;
         rows_ = loader_.rows_before(header.loader);
     }
@@ -299,48 +307,89 @@ private:
 
     void save() {
         if (!keeps_checkpoints()) return;
-        if (communicator_.is_root()) {
+        write_checkpoint();
+        communicator_.barrier();
+    }
+
+    // Where none of this step is there yet
+    void write_checkpoint() {
+        if (communicator_.is_root() && saved_step_ != step_) {
             const std::string path = checkpoint_path(checkpoints(), step_);
             save_checkpoint(path, {.step = step_, .tokens = tokens_, .loader = loader_.state_after(rows_), .config = to_yaml(config_),
                                    .tokenizer = tokenizer_}, *optimizer_);
             rotate_checkpoints(checkpoints(), step_, config_.train.keep_checkpoints);
             observer_.on_checkpoint(step_, path);
         }
-        communicator_.barrier();
+        saved_step_ = step_;
+    }
+
+    // The data of one rank or several cannot be read. What was trained until then is saved before the run ends: every rank
+    // stands behind step_, of which nothing is missing but, perhaps, its validation.
+    [[noreturn]] void stop_for_bad_data() {
+        std::string told;
+        if (step_ > 0 && keeps_checkpoints()) {
+            try {
+                write_checkpoint();
+                told = fmt::format("; step {} is saved: put the data right and go on with --resume auto", step_);
+            } catch (const Error& error) {
+                told = fmt::format("; step {} could not be saved: {}", step_, error.what());
+            }
+        } else if (step_ > 0) {
+            told = "; train.keep_checkpoints is 0, so nothing was saved";
+        }
+        together(communicator_, [&] {
+            if (data_error_) fail("{}{}", *data_error_, told);
+        });
+        throw SharedError("the data of another process cannot be read", false);
     }
 
     std::int64_t share_of_batch() const { return config_.train.batch_size / communicator_.size(); }
 
-    // Forward and backward over this rank's rows of the global batch, reduction, one update.
-    // `signal`: one that any rank got, or 0.
-    StepReport update(int& signal) {
+    // read(), unless data of this rank cannot be read; the rank then goes on to the next reduction, where the others wait for
+    // it, and tells them.
+    template <class Read>
+    void unless_damaged(Read&& read) {
+        try {
+            if (!data_error_) read();
+        } catch (const Error& error) {
+            data_error_ = error.what();
+        }
+    }
+
+    // Forward and backward over this rank's rows of the global batch, reduction, one update. Nothing, and no update, where a
+    // rank's data cannot be read. `signal`: one that any rank got, or 0.
+    std::optional<StepReport> update(int& signal) {
         const auto& train = config_.train;
         optimizer_->zero_gradients();
         std::vector<Tensor> losses;
         std::int64_t valid = 0;  // of all ranks and accumulation steps
         for (std::int64_t rows = 0; rows < share_of_batch(); rows += train.micro_batch) {
-            const MicroBatch& batch = feed_->next();
-            valid = batch.step_targets;
-            if (batch.valid_targets == 0) continue;
+            const MicroBatch* batch = nullptr;
+            unless_damaged([&] { batch = &feed_->next(); });
+            if (batch == nullptr) break;
+            valid = batch->step_targets;
+            if (batch->valid_targets == 0) continue;
             Tape tape;
             Variable loss;
             {
                 Recording recording(tape);
-                loss = model_->loss(batch.inputs, batch.targets, batch.layout, static_cast<double>(valid)).loss;
+                loss = model_->loss(batch->inputs, batch->targets, batch->layout, static_cast<double>(valid)).loss;
             }
             tape.backward(loss);
             losses.push_back(loss.value());
         }
-        rows_ += train.batch_size;
 
         communicator_.all_reduce_sum(optimizer_->gradients());
         // The only place of a step where the host waits for a GPU.
         losses.push_back(optimizer_->gradient_squares());
         const std::vector<double> values = read_together(losses);
-        std::vector<double> sums{0.0, stop_requested == SIGINT ? 1.0 : 0.0, stop_requested == SIGTERM ? 1.0 : 0.0};
+        std::vector<double> sums{0.0, stop_requested == SIGINT ? 1.0 : 0.0, stop_requested == SIGTERM ? 1.0 : 0.0,
+                                 data_error_ ? 1.0 : 0.0};
         for (std::size_t i = 0; i + 1 < values.size(); ++i) sums[0] += values[i];
         reduce(communicator_, sums);
         signal = sums[1] > 0 ? SIGINT : sums[2] > 0 ? SIGTERM : 0;
+        if (sums[3] > 0) return {};
+        rows_ += train.batch_size;
 
         StepReport report{.step = step_, .total_steps = train.steps, .tokens = tokens_ + valid, .loss = sums[0]};
         report.learning_rate = learning_rate(config_.schedule, config_.optimizer.learning_rate, step_, train.steps);
@@ -358,26 +407,44 @@ private:
              report.step, report.loss, report.grad_norm, tensor.empty() ? "the loss" : tensor);
     }
 
-    // Mean negative log-likelihood over the validation rows. Sums are kept in float64, row by row.
-    double validate() {
-        const std::int64_t length = config_.data.sequence_length, micro = config_.train.micro_batch;
+    std::int64_t validation_rows() const {
+        const std::int64_t length = config_.data.sequence_length, all = validation_->rows_per_epoch();
         const std::int64_t wanted = (config_.train.validate_tokens + length - 1) / length;
-        const std::int64_t rows = std::min(validation_->rows_per_epoch(), wanted > 0 ? wanted : validation_->rows_per_epoch());
-        std::vector<double> sums{0.0, 0.0};  // negative log-likelihood, targets
+        return wanted > 0 ? std::min(all, wanted) : all;
+    }
+
+    // body(first row, rows) for this rank's micro-batches of a validation; where it has none left, of no rows.
+    template <class Body>
+    void for_each_validation_batch(Body&& body) const {
+        const std::int64_t rows = validation_rows(), micro = config_.train.micro_batch;
         for (std::int64_t base = 0; base < rows; base += micro * communicator_.size()) {
-            const std::int64_t first = communicator_.rank() * micro;
-            const std::int64_t count = std::min(micro, rows - base - first);
-            if (count > 0) {
-                const data::Batch batch = validation_->read(base + first, count);
+            const std::int64_t first = base + communicator_.rank() * micro;
+            body(first, std::clamp<std::int64_t>(rows - first, 0, micro));
+        }
+    }
+
+    // Mean negative log-likelihood over the validation rows. Sums are kept in float64, row by row. Nothing where a rank's rows
+    // cannot be read.
+    std::optional<double> validate() {
+        const std::int64_t rows = validation_rows();
+        std::vector<double> sums{0.0, 0.0, 0.0};  // negative log-likelihood, targets, ranks that failed
+        for_each_validation_batch([&](std::int64_t first, std::int64_t count) {
+            data::Batch batch;
+            unless_damaged([&] { batch = validation_->read(first, count); });
+            if (batch.rows > 0) {
                 const Shape shape{batch.rows, batch.length};
                 const auto result = model_->loss(Tensor::from(batch.inputs, shape, device_), Tensor::from(batch.targets, shape, device_),
                                                  SequenceLayout::packed(batch.offsets), 1.0);
                 for (const double nll : result.token_nll.to_vector<double>()) sums[0] += nll;
                 sums[1] += static_cast<double>(batch.valid_targets);
             }
-            if (communicator_.is_root()) observer_.on_validation(std::min(base + micro * communicator_.size(), rows), rows);
-        }
+            // Rank 0 has the first rows of each round.
+            if (communicator_.is_root())
+                observer_.on_validation(std::min(first + config_.train.micro_batch * communicator_.size(), rows), rows);
+        });
+        sums[2] = data_error_ ? 1 : 0;
         reduce(communicator_, sums);
+        if (sums[2] > 0) return {};
         return sums[1] > 0 ? sums[0] / sums[1] : 0.0;
     }
 
@@ -398,6 +465,8 @@ private:
     std::string device_name_;
     double flops_per_token_ = 0, peak_flops_ = 0;
     std::int64_t step_ = 0;    // updates done, or the one in progress
+    std::int64_t saved_step_ = 0;  // of the newest checkpoint, on rank 0
+    std::optional<std::string> data_error_;  // of this rank's data
     std::int64_t tokens_ = 0;  // targets trained on
     std::int64_t rows_ = 0;    // rows that the loader has given
 };

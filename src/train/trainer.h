@@ -58,8 +58,9 @@ Device device_for(const TrainConfig& train, int local_rank);
 
 // Trains as configured. Writes run_dir/config.yaml, metrics.jsonl, checkpoints/step_N.h5 (rank 0 alone). A run that was
 // killed anywhere and resumed gives the bytes of an uninterrupted one, times aside.
-// SIGINT and SIGTERM end it after the current step with a checkpoint (EndReport::signal); a second one kills. While it trains, rank 0 holds
-// a lock on run_dir/.lock; a second run in the folder is refused.
+// SIGINT and SIGTERM end it after the current step with a checkpoint (EndReport::signal); a second one kills. Data that turns
+// out to be damaged ends it by Error, with a checkpoint of the last step done. While it trains, rank 0 holds a lock on
+// run_dir/.lock; a second run in the folder is refused.
 EndReport train(RunConfig config, Resume resume, Communicator& communicator, Observer& observer);
 
 }  // namespace fenwick::train

@@ -16,6 +16,7 @@
 #include "base/hdf5.h"
 #include "base/log.h"
 #include "base/parallel.h"
+#include "data/loader.h"
 #include "data/token_file.h"
 #include "data/tokenizer.h"
 #include "support/random_tensor.h"
@@ -287,22 +288,114 @@ TEST_F(TrainerTest, PrefetchChangesNothing) {
     }
 }
 
-// Damage that the run meets on its way ends it in one line, with the checkpoints before it in place.
-TEST_F(TrainerTest, DamagedDataEndsTheRun) {
-    const RunConfig wanted = config("a", {"train.steps=100"});
-    struct Damage : Observer {
-        std::string path;
-        void on_start(const StartReport&) override {
-            std::string bytes = read_file(path);
-            const std::size_t tokens = bytes.find(std::string("a\0b\0c\0d\0", 8));
-            ASSERT_NE(tokens, std::string::npos);
-            bytes[tokens] = 'z';
-            std::ofstream(path, std::ios::binary | std::ios::in).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+// Several chunks of tokens, and one of them with a flipped bit: what a run says when it comes to it.
+struct DamagedTrainerTest : TrainerTest {
+    static constexpr std::int64_t chunk_tokens = 1 << 15, chunks = 12;
+    std::string path, good;
+
+    void SetUp() override {
+        TrainerTest::SetUp();
+        write_tokens("train.h5", chunks * chunk_tokens, 1);
+        path = (folder / "train.h5").string();
+        good = read_file(path);
+    }
+
+    void damage(std::int64_t chunk) const {
+        const auto position = hdf5::File::open(path).position_of_chunk<std::uint16_t>("tokens", chunk * chunk_tokens);
+        std::string bytes = good;
+        bytes.at(static_cast<std::size_t>(position) + 1000) ^= 1;
+        write(bytes);
+    }
+    void write(const std::string& bytes) const {
+        std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    }
+    // Damages a chunk that steps before `least` do without and one from `least` to `most` needs; returns that step.
+    std::int64_t damage_for_a_step(const RunConfig& wanted, std::int64_t least, std::int64_t most) const {
+        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+            damage(chunk);
+            const data::Loader loader({.corpora = wanted.data.train, .sequence_length = wanted.data.sequence_length,
+                                       .packing = wanted.data.packing, .seed = static_cast<std::uint64_t>(wanted.train.seed)});
+            for (std::int64_t step = 1; step <= most; ++step) {
+                const std::int64_t rows = wanted.train.batch_size;
+                if (error_of([&] { (void)loader.read((step - 1) * rows, rows); }) == "no error") continue;
+                if (step < least) break;
+                return step;
+            }
         }
-    } damage;
-    damage.path = wanted.data.train.front().path;
-    EXPECT_THAT(error_of([&] { run(wanted, damage); }),
-                StartsWith(damage.path + ": chunk 0 of 'tokens' (tokens 0 to 1500) is damaged"));
+        ADD_FAILURE() << "no chunk is first needed by steps " << least << " to " << most;
+        return 0;
+    }
+    // What verify() says of the file, which is what a run says.
+    std::string complaint() const {
+        return error_of([&] { data::TokenFile(path).verify(); });
+    }
+};
+
+// The run ends in one line, with a checkpoint of the last step done; mended, it goes on as if nothing had been.
+TEST_F(DamagedTrainerTest, WhatWasTrainedIsSaved) {
+    const std::vector<std::string> rarely{"train.checkpoint_every=0", "train.micro_batch=2"};
+    const RunConfig straight = config("straight", rarely);
+    run(straight);
+    const std::int64_t step = damage_for_a_step(straight, 4, 15);
+    const std::string said = complaint();
+    EXPECT_THAT(said, testing::ContainsRegex("train.h5: chunk [0-9]+ of 'tokens' .tokens [0-9]+ to [0-9]+. is damaged: checksum "));
+    for (const int prefetch : {0, 2}) {
+        damage_for_a_step(straight, 4, 15);
+        auto overrides = rarely;
+        overrides.push_back(fmt::format("data.prefetch={}", prefetch));
+        const RunConfig broken = config(fmt::format("broken_{}", prefetch), overrides);
+        const std::string checkpoint = checkpoint_path(broken.run_dir + "/checkpoints", step - 1);
+        Recorder recorder;
+        EXPECT_EQ(error_of([&] { run(broken, recorder); }),
+                  said + fmt::format("; step {} is saved: put the data right and go on with --resume auto", step - 1));
+        EXPECT_EQ(recorder.steps.size(), static_cast<std::size_t>(step - 1));
+        EXPECT_EQ(recorder.checkpoints, std::vector<std::string>{checkpoint});
+        // As long as it is not mended, there is nothing more to save.
+        Recorder again;
+        EXPECT_EQ(error_of([&] { run(broken, again, Resume::automatic); }),
+                  said + fmt::format("; step {} is saved: put the data right and go on with --resume auto", step - 1));
+        EXPECT_TRUE(again.steps.empty() && again.checkpoints.empty());
+        EXPECT_EQ(latest_complete(broken.run_dir + "/checkpoints"), checkpoint);
+        write(good);
+        EXPECT_EQ(run(broken, Resume::automatic).step, 20);
+        EXPECT_EQ(metrics(broken), metrics(straight));
+        EXPECT_EQ(tensors(broken), tensors(straight));
+    }
+}
+
+TEST_F(DamagedTrainerTest, WhereNothingCanBeSaved) {
+    const RunConfig wanted = config("a", {"train.keep_checkpoints=0"});
+    damage_for_a_step(wanted, 4, 15);
+    EXPECT_EQ(error_of([&] { run(wanted); }), complaint() + "; train.keep_checkpoints is 0, so nothing was saved");
+    // In the first step there is nothing to save, and no folder stays.
+    const RunConfig first = config("b");
+    damage_for_a_step(first, 1, 1);
+    EXPECT_EQ(error_of([&] { run(first); }), complaint());
+    EXPECT_FALSE(fs::exists(folder / "b"));
+}
+
+// Validation data is read before the run begins; where it is damaged only then, the step that was to be validated is saved.
+TEST_F(DamagedTrainerTest, ValidationData) {
+    const std::string valid = (folder / "valid.h5").string();
+    const RunConfig wanted = config("a", {"data.train=" + (folder / "train.h5").string(), "data.valid=" + path,
+                                         "train.validate_tokens=40000", "data.train=" + valid});
+    damage(1);
+    EXPECT_EQ(error_of([&] { run(wanted); }), complaint());
+    EXPECT_FALSE(fs::exists(folder / "a"));
+    damage(2);  // beyond what a validation reads
+    struct Cut : Recorder {
+        const DamagedTrainerTest* test = nullptr;
+        void on_start(const StartReport&) override { fs::resize_file(test->path, 1000); }
+    } recorder;
+    recorder.test = this;
+    EXPECT_EQ(error_of([&] { run(wanted, recorder); }),
+              path + ": chunk 0 of 'tokens' (tokens 0 to 32767) cannot be read; the file has become shorter; step 6 is saved: put the "
+                     "data right and go on with --resume auto");
+    ASSERT_EQ(recorder.steps.size(), 6u);
+    EXPECT_EQ(recorder.steps.back().valid_loss, std::nullopt);
+    EXPECT_THAT(metrics(wanted), HasSubstr("{\"step\":6,"));
+    write(good);
+    EXPECT_EQ(run(wanted, Resume::automatic).step, 20);
 }
 
 // Whatever is damaged, however few checkpoints are kept, and wherever the next run ends, the folder holds a good one.
@@ -515,17 +608,34 @@ TEST_F(TrainerTest, TheValidationLossIsThatOfTheSavedModel) {
     EXPECT_NE(*limited.steps.back().valid_loss, *recorder.steps.back().valid_loss);
 }
 
+// All processes work in rank 0's folder.
+class SharedFolder {
+public:
+    SharedFolder(fs::path& folder, Communicator& world) : folder_(folder), own_(folder), world_(world) {
+        const Tensor process = Tensor::full({1}, static_cast<double>(getpid()), DType::float64);
+        world.broadcast(process, 0);
+        folder = fs::path(testing::TempDir()) / fmt::format("fenwick_trainer_{}", static_cast<std::int64_t>(process.item()));
+    }
+    ~SharedFolder() {
+        world_.barrier();
+        folder_ = own_;
+    }
+    SharedFolder(const SharedFolder&) = delete;
+    SharedFolder& operator=(const SharedFolder&) = delete;
+
+private:
+    fs::path& folder_;
+    fs::path own_;
+    Communicator& world_;
+};
+
 using MpiTrainer = TrainerTest;
 
 // Several processes give the run of one, up to rounding; resume keeps working.
 TEST_F(MpiTrainer, EqualsOneProcess) {
     if (mpi_world().size() == 1) GTEST_SKIP() << "runs under mpirun (ctest: train_mpi_2, train_mpi_4)";
     Communicator& world = mpi_world();
-    // All processes work in rank 0's folder.
-    const Tensor process = Tensor::full({1}, static_cast<double>(getpid()), DType::float64);
-    world.broadcast(process, 0);
-    const fs::path own = folder;
-    folder = fs::path(testing::TempDir()) / fmt::format("fenwick_trainer_{}", static_cast<std::int64_t>(process.item()));
+    const SharedFolder shared(folder, world);
     int number = 0;
     for (const auto& [dtype, tolerance, micro, packed] :
          {std::tuple{"float32", 1e-5, 2, false}, std::tuple{"float32", 1e-5, 1, true}, std::tuple{"float64", 1e-10, 2, true},
@@ -580,8 +690,40 @@ TEST_F(MpiTrainer, EqualsOneProcess) {
             }
         }
     }
+}
+
+using MpiDamagedTrainer = DamagedTrainerTest;
+
+// One process meets the damage; all of them end, one of them speaks, and the last step done is saved.
+TEST_F(MpiDamagedTrainer, AllEndTogether) {
+    if (mpi_world().size() == 1) GTEST_SKIP() << "runs under mpirun (ctest: train_mpi_2, train_mpi_4)";
+    Communicator& world = mpi_world();
+    const SharedFolder shared(folder, world);
+    path = (folder / "train.h5").string();
+    const RunConfig wanted = config("a", {"train.checkpoint_every=0"});
+    const Tensor step = Tensor::full({1}, 0.0, DType::float64);
+    if (world.is_root()) *step.as<double>() = static_cast<double>(damage_for_a_step(wanted, 4, 15));
+    world.broadcast(step, 0);
+    const auto last = static_cast<std::int64_t>(step.item()) - 1;
+    Observer silent;
+    bool speaks = false;
+    try {
+        train(wanted, Resume::no, world, silent);
+        ADD_FAILURE() << "no error";
+    } catch (const SharedError& error) {
+        speaks = error.speaks;
+        if (speaks) {
+            EXPECT_EQ(error.what(), complaint() + fmt::format("; step {} is saved: put the data right and go on with --resume auto", last));
+        }
+    }
+    const Tensor speakers = Tensor::full({1}, speaks ? 1.0 : 0.0, DType::float64);
+    world.all_reduce_sum(speakers);
+    EXPECT_GE(speakers.item(), 1);
+    EXPECT_EQ(latest_complete(wanted.run_dir + "/checkpoints"), checkpoint_path(wanted.run_dir + "/checkpoints", last));
     world.barrier();
-    folder = own;
+    if (world.is_root()) write(good);
+    world.barrier();
+    EXPECT_EQ(train(wanted, Resume::automatic, world, silent).step, 20);
 }
 
 }  // namespace
