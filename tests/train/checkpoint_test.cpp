@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
@@ -37,7 +38,7 @@ std::string error_of(Body&& body) {
 }
 
 struct Checkpoint : testing::Test {
-    fs::path folder = fs::path(testing::TempDir()) / "fenwick_checkpoint_test";
+    fs::path folder = fs::path(testing::TempDir()) / fmt::format("fenwick_checkpoint_{}", getpid());
     std::string path = checkpoint_path(folder.string(), 7);
     CheckpointHeader header{.step = 7,
                             .tokens = 1234,
