@@ -269,7 +269,8 @@ struct TokenFile::Implementation {
     std::int64_t token_bytes = 2, chunk_size = 0;
     std::size_t cache_bytes;
     std::vector<std::uint32_t> checksums;  // of each chunk
-    // Where the file holds each chunk as it is, once it has been found right; -1 before, and for chunks that are compressed.
+    // Where the file holds each chunk as it is, once it has been found right; or one of these.
+    static constexpr std::int64_t not_checked = -1, is_right = -2;  // is_right: and compressed
     std::vector<std::atomic<std::int64_t>> positions;
     int descriptor = -1;
     std::once_flag first_is_known;
@@ -319,7 +320,7 @@ struct TokenFile::Implementation {
                       8 * token_bytes);
         checksums = column<std::uint32_t>("token_checksums", (info.num_tokens + chunk_size - 1) / chunk_size);
         positions = std::vector<std::atomic<std::int64_t>>(checksums.size());
-        for (auto& position : positions) position.store(-1, std::memory_order_relaxed);
+        for (auto& position : positions) position.store(not_checked, std::memory_order_relaxed);
         descriptor = file.descriptor();
     }
 
@@ -377,8 +378,9 @@ struct TokenFile::Implementation {
                            std::min(first + chunk_size, info.num_tokens) - 1);
     }
 
-    // Reads a chunk and compares its checksum; notes where it can be read from next time.
-    Chunk load(std::int64_t index) {
+    // Reads a chunk and compares its checksum, unless that was right before and `again` is false; notes where it can be read
+    // from next time.
+    Chunk load(std::int64_t index, bool again) {
         const std::int64_t first = index * chunk_size, count = std::min(chunk_size, info.num_tokens - first);
         auto data = std::make_shared<std::vector<std::uint8_t>>(static_cast<std::size_t>(count * token_bytes));
         try {
@@ -389,6 +391,7 @@ struct TokenFile::Implementation {
         } catch (const Error& error) {
             fail("{} is damaged: {}", name_of_chunk(index), error.what());
         }
+        if (!again && position(index) == is_right) return data;
         const std::uint32_t found = crc32_of(data->data(), data->size()), stored = checksums[static_cast<std::size_t>(index)];
         FENWICK_CHECK(found == stored, "{} is damaged: checksum {:08x} is stored, its contents have {:08x}", name_of_chunk(index),
                       stored, found);
@@ -406,7 +409,8 @@ struct TokenFile::Implementation {
     // in a place is compared, so that a wrong guess does no harm.
     void note_position(std::int64_t index, const std::vector<std::uint8_t>& contents) {
         std::call_once(first_is_known, [&] { first_position = find_position(0); });
-        if (first_position < 0) return;
+        auto& noted = positions[static_cast<std::size_t>(index)];
+        if (first_position < 0) return noted.store(is_right, std::memory_order_relaxed);
         std::vector<std::uint8_t> stored(contents.size());
         const auto is_at = [&](std::int64_t position) {
             return position >= 0 &&
@@ -418,7 +422,7 @@ struct TokenFile::Implementation {
             position = find_position(index * chunk_size);
             if (!is_at(position)) return;
         }
-        positions[static_cast<std::size_t>(index)].store(position, std::memory_order_relaxed);
+        noted.store(position, std::memory_order_relaxed);
     }
 
     Chunk chunk(std::int64_t index) {
@@ -429,7 +433,7 @@ struct TokenFile::Implementation {
                 return found->second.first;
             }
         }
-        Chunk loaded = load(index);  // two threads may load the same; the first one in stays
+        Chunk loaded = load(index, false);  // two threads may load the same; the first one in stays
         if (position(index) >= 0) return loaded;
         std::lock_guard lock(mutex);
         if (const auto found = cache.find(index); found != cache.end()) return found->second.first;
@@ -550,7 +554,7 @@ void TokenFile::verify() const {
     std::size_t document = 1;
     for (std::int64_t index = 0; index < static_cast<std::int64_t>(self.checksums.size()); ++index) {
         const std::int64_t first = index * self.chunk_size, count = std::min(self.chunk_size, self.info.num_tokens - first);
-        self.convert(self.load(index)->data(), count, ids.data());
+        self.convert(self.load(index, true)->data(), count, ids.data());
         for (; document < offsets.size() && offsets[document] <= first + count; ++document)
             FENWICK_CHECK(ids[static_cast<std::size_t>(offsets[document] - 1 - first)] == self.info.end_of_document,
                           "{}: document {} does not end with the end-of-document token", self.info.path, document - 1);
