@@ -172,10 +172,18 @@ __device__ __forceinline__ void load(Compute (&to)[V], const T* from) {
 }
 template <int V, class Compute, class T>
 __device__ __forceinline__ void store(T* to, const Compute (&from)[V]) {
-    Pack<T, V> pack;
+    if constexpr (std::is_same_v<T, Bfloat16> && V == 4) {
+        // As one value: of four, the compiler may make as many stores.
+        const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(from[0], from[1]), __floats2bfloat162_rn(from[2], from[3])};
+        std::uint64_t bits;
+        memcpy(&bits, pairs, sizeof(bits));
+        *reinterpret_cast<std::uint64_t*>(to) = bits;
+    } else {
+        Pack<T, V> pack;
 #pragma unroll
-    for (int i = 0; i < V; ++i) pack.values[i] = convert<T>(from[i]);
-    *reinterpret_cast<Pack<T, V>*>(to) = pack;
+        for (int i = 0; i < V; ++i) pack.values[i] = convert<T>(from[i]);
+        *reinterpret_cast<Pack<T, V>*>(to) = pack;
+    }
 }
 // to = from, or to += from
 template <int V, class T>
