@@ -1,5 +1,7 @@
 #include "kernels/cross_entropy.h"
 
+#include <algorithm>
+
 #include "autograd/check.h"
 #include "autograd/ops.h"
 #include "autograd/loss.h"
@@ -10,9 +12,10 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets) {
     FENWICK_CHECK(logits.defined() && logits.value().dim() >= 1, "[cross_entropy] logits are missing or have no dimension");
     const Tensor input = logits.value();
     const std::int64_t rows = input.rows(), vocab = input.columns();
-    check_targets("cross_entropy", targets, rows, vocab, input.device());
-    std::int64_t valid = 0;
-    for (auto target : targets.to_vector<std::int32_t>()) valid += target != kernels::ignore_index ? 1 : 0;
+    check_targets("cross_entropy", targets, rows, input.device());
+    const auto ids = targets.to_vector<std::int32_t>();
+    check_target_ids("cross_entropy", ids, vocab);
+    const auto valid = rows - std::ranges::count(ids, kernels::ignore_index);
     const double scale = valid > 0 ? 1.0 / static_cast<double>(valid) : 0.0;
 
     // The kernel turns logits into their gradient in place; the caller keeps its logits.

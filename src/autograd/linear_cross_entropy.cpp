@@ -28,7 +28,9 @@ LinearCrossEntropy linear_cross_entropy(const Variable& x, const Variable& weigh
     FENWICK_CHECK(normalizer > 0, "[linear_cross_entropy] normalizer is {}; it must be positive", normalizer);
     const Tensor input = x.value(), matrix = weight.value().to(x.dtype());
     const std::int64_t rows = input.rows(), width = weight.size(1), vocab = weight.size(0);
-    check_targets("linear_cross_entropy", targets, rows, vocab, input.device());
+    check_targets("linear_cross_entropy", targets, rows, input.device());
+    if (targets.device().is_cpu())
+        check_target_ids("linear_cross_entropy", {targets.as<std::int32_t>(), static_cast<std::size_t>(rows)}, vocab);
     const DType dtype = input.dtype();
     const kernels::Exec exec = exec_of(input);
     const bool recording = needs_grad({x, weight});

@@ -1,6 +1,7 @@
 // What the two cross-entropy operators share.
 #pragma once
 
+#include <span>
 #include <string_view>
 
 #include "autograd/tensor.h"
@@ -9,20 +10,21 @@
 
 namespace fenwick::ops {
 
-// Throws unless targets are int32, `count` of them, on `device`, and (where they are on the CPU) each is an id below vocab
-// or kernels::ignore_index.
-inline void check_targets(std::string_view op, const Tensor& targets, std::int64_t count, std::int64_t vocab, Device device) {
+// Throws unless each target is an id below vocab or kernels::ignore_index.
+inline void check_target_ids(std::string_view op, std::span<const std::int32_t> ids, std::int64_t vocab) {
+    for (std::size_t i = 0; i < ids.size(); ++i)
+        FENWICK_CHECK((ids[i] >= 0 && ids[i] < vocab) || ids[i] == kernels::ignore_index,
+                      "[{}] target {} at position {} is neither below the vocabulary of {} nor {} (ignored)", op, ids[i], i,
+                      vocab, kernels::ignore_index);
+}
+
+// Throws unless targets are int32, `count` of them, on `device`.
+inline void check_targets(std::string_view op, const Tensor& targets, std::int64_t count, Device device) {
     FENWICK_CHECK(targets.defined() && targets.dtype() == DType::int32, "[{}] targets are {}, expected int32", op,
                   targets.defined() ? name_of(targets.dtype()) : "missing");
     FENWICK_CHECK(targets.count() == count && targets.is_contiguous(), "[{}] targets have shape {}, expected {} in one piece", op,
                   to_string(targets.shape()), count);
     FENWICK_CHECK(targets.device() == device, "[{}] targets and the other inputs are on different devices", op);
-    if (!device.is_cpu()) return;
-    const auto* ids = targets.as<std::int32_t>();
-    for (std::int64_t i = 0; i < count; ++i)
-        FENWICK_CHECK((ids[i] >= 0 && ids[i] < vocab) || ids[i] == kernels::ignore_index,
-                      "[{}] target {} at position {} is neither below the vocabulary of {} nor {} (ignored)", op, ids[i], i,
-                      vocab, kernels::ignore_index);
 }
 
 // factor * sum(values), one element of the same dtype; added up in float64.

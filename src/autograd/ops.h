@@ -34,7 +34,8 @@ Variable checkpoint(const std::function<Variable(const std::vector<Variable>&)>&
 // bfloat16 and the weight's gradient in float32.
 Variable linear(const Variable& x, const Variable& weight);
 // Rows of table [vocab, width] -> [ids.shape..., width] in `dtype`; ids int32, on the table's device. An id outside the
-// vocabulary is an error that names it and its place.
+// vocabulary is an error that names it and its place; on a GPU, where a look would wait for it, ids are taken as they are: the
+// loader, perplexity and generate give none outside.
 Variable embedding(const Tensor& ids, const Variable& table, DType dtype);
 
 // ---- norms and activations -------------------------------------------------------------------------------------------

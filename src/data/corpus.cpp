@@ -219,7 +219,8 @@ struct TokenCorpus::Implementation {
         auto file = std::make_shared<TokenFile>(path_of(listed), cache_bytes / std::min(most, manifest.shards.size()));
         FENWICK_CHECK(file->digest() == listed.digest && file->info().num_tokens == listed.num_tokens &&
                           file->info().num_documents == listed.num_documents &&
-                          file->info().tokenizer_identity == manifest.info.tokenizer_identity,
+                          file->info().tokenizer_identity == manifest.info.tokenizer_identity &&
+                          file->info().vocab_size == manifest.info.vocab_size,
                       "{} is not the shard that {} lists under this name: its contents are others", file->info().path,
                       manifest_name);
         if (recent.size() >= most) {

@@ -194,11 +194,15 @@ struct Loader::Implementation {
         }
         const auto& first = front();
         for (const auto& source : sources)
-            for (const auto& corpus : source.corpora())
+            for (const auto& corpus : source.corpora()) {
                 FENWICK_CHECK(corpus.info().tokenizer_identity == first.tokenizer_identity,
                               "{} and {} were made with different tokenizers ({} {:.8} and {} {:.8})", first.path,
                               corpus.info().path, first.tokenizer_kind, first.tokenizer_identity, corpus.info().tokenizer_kind,
                               corpus.info().tokenizer_identity);
+                FENWICK_CHECK(corpus.info().vocab_size == first.vocab_size,
+                              "{} has a vocabulary of {} and {} one of {}, by the same tokenizer: one of them is damaged",
+                              first.path, first.vocab_size, corpus.info().path, corpus.info().vocab_size);
+            }
     }
 
     const TokenFileInfo& front() const { return sources.front().corpora().front().info(); }

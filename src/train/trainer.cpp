@@ -108,7 +108,8 @@ public:
         }
         if (!config_.data.valid.empty()) {
             validation_.emplace(loader_options({{config_.data.valid}}, config_, false));
-            FENWICK_CHECK(validation_->tokenizer_identity() == tokenizer_.identity,
+            FENWICK_CHECK(validation_->tokenizer_identity() == tokenizer_.identity &&
+                              validation_->vocab_size() == loader_.vocab_size(),
                           "{}: its tokenizer is not that of {}; tokenize both with the same one", config_.data.valid,
                           config_.data.train.front().path);
             // Damage is told now, not at the first validation.

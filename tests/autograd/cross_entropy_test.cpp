@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "base/memory_cuda.h"
 #include "support/operator_check.h"
 
 namespace fenwick {
@@ -118,6 +119,20 @@ TEST(LinearCrossEntropy, AgreesWithTheComposition) {
     const auto composed = test::outputs_and_gradients(
         [&](const auto& in) { return std::vector{ops::cross_entropy(ops::linear(in[0], in[1]), targets)}; }, inputs, DType::float64);
     for (std::size_t i = 0; i < fused.size(); ++i) EXPECT_LT(rms_ratio(fused[i], composed[i]), 1e-12) << i;
+}
+
+TEST(CrossEntropy, NamesTheBadTargetOnAGpu) {
+    if (cuda_device_count() == 0) GTEST_SKIP() << "no GPU";
+    const Device gpu{DeviceType::cuda, 0};
+    const Variable logits(random_tensor({2, 3}, 1).to(DType::float32).to(gpu));
+    const Tensor targets = Tensor::from(std::vector<std::int32_t>{0, 3}, {2}).to(gpu);
+    try {
+        ops::cross_entropy(logits, targets);
+        FAIL() << "accepted";
+    } catch (const Error& error) {
+        EXPECT_STREQ(error.what(),
+                     "[cross_entropy] target 3 at position 1 is neither below the vocabulary of 3 nor -100 (ignored)");
+    }
 }
 
 TEST(CrossEntropy, NamesTheBadTarget) {

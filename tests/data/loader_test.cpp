@@ -8,6 +8,7 @@
 #include <numeric>
 #include <optional>
 
+#include "base/hdf5.h"
 #include "base/random.h"
 #include "data/token_file.h"
 #include "data/tokenizer.h"
@@ -420,6 +421,17 @@ TEST(Loader, SaysWhatIsWrong) {
     EXPECT_EQ(error({{a}, {b}}), b + ": no such file");
     EXPECT_THAT(error({{a}, {other}}), HasSubstr(a + " and " + other + " were made with different tokenizers"));
     EXPECT_THAT(error({{a, 1}, {other, 1}}), HasSubstr(a + " and " + other + " were made with different tokenizers"));
+    // An id that the model does not have would be read from behind its table.
+    const std::string damaged = folder / "damaged.h5";
+    write(damaged, documents_of({30}, 1));
+    {
+        hdf5::File file = hdf5::File::open_append(damaged);
+        file.set_attribute("/", "vocab_size", TokenFile(a).info().vocab_size + 1);
+        file.close();
+    }
+    const std::string what = a + " has a vocabulary of 1048576 and " + damaged + " one of 1048577, by the same tokenizer";
+    EXPECT_THAT(error({{a}, {damaged}}), HasSubstr(what));
+    EXPECT_THAT(error({{a, 1}, {damaged, 1}}), HasSubstr(what));
     EXPECT_EQ(error({{a, 1}, {one}}), "[loader] " + a + " has a weight and " + one + " has none; give each corpus a weight above 0, or none");
     EXPECT_THAT(error({{a, -1}, {one, 1}}), HasSubstr("give each corpus a weight above 0, or none"));
     EXPECT_EQ(error({{a, 1}, {a, 1e-10}}),

@@ -271,6 +271,12 @@ TEST(TokenFile, SaysWhatIsWrong) {
                 HasSubstr("dataset 'documents/offsets' has shape [6]; [5] is needed"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "vocab_size", std::int64_t{200}); }), HasSubstr("damaged token file"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "vocab_size", std::int64_t{70000}); }), HasSubstr("values of uint32"));
+    change([](hdf5::File& file) {
+        file.set_attribute("/", "vocab_size", std::int64_t{50});
+        file.set_attribute("/", "end_of_document", std::int64_t{0});
+    });
+    std::int32_t ids[20];
+    EXPECT_THAT(error_of([&] { TokenFile(path).read(0, 20, ids); }), HasSubstr("a token is outside the vocabulary of 50"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "text_words", std::int64_t{1}); }), HasSubstr("the file says"));
     EXPECT_THAT(change([](hdf5::File& file) { file.set_attribute("/", "tokenizer_identity", std::string_view("other")); }),
                 HasSubstr("is not the one the tokens were made with"));

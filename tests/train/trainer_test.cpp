@@ -522,6 +522,16 @@ TEST_F(TrainerTest, ACheckpointOfAnotherModelIsRefused) {
                           "from there", folder.string()));
 }
 
+// Ids outside the model's vocabulary would be read from behind its table.
+TEST_F(TrainerTest, AValidationFileOfAnotherVocabularyIsRefused) {
+    const std::string valid = (folder / "valid.h5").string();
+    hdf5::File file = hdf5::File::open_append(valid);
+    file.set_attribute("/", "vocab_size", std::int64_t{300});
+    file.close();
+    EXPECT_EQ(error_of([&] { run(config("a", {})); }),
+              fmt::format("{}: its tokenizer is not that of {}/train.h5; tokenize both with the same one", valid, folder.string()));
+}
+
 // The place in the data is kept as a number of rows, which of other data are other rows.
 TEST_F(TrainerTest, DataThatWasReplacedIsRefused) {
     const std::string train = (folder / "train.h5").string(), kept = (folder / "kept.h5").string();
