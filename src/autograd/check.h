@@ -3,7 +3,8 @@
 
 #include <string_view>
 
-#include "autograd/variable.h"
+#include "autograd/ops.h"
+#include "kernels/levels.h"
 
 namespace fenwick::ops {
 
@@ -20,6 +21,14 @@ inline Shape with_columns(const Shape& shape, std::int64_t columns) {
     Shape result = shape;
     result.back() = columns;
     return result;
+}
+
+// A document needs no more levels than there are, or the last one takes what is above.
+inline void check_levels(std::string_view op, std::int64_t levels, LevelOverflow overflow, const SequenceLayout& layout) {
+    const int needed = kernels::levels_needed(static_cast<std::uint64_t>(layout.max_length()));
+    FENWICK_CHECK(overflow == LevelOverflow::clamp || levels >= needed,
+                  "[{}] level_scales has {} levels, a document of {} tokens needs {}; raise num_levels or allow clamping", op,
+                  levels, layout.max_length(), needed);
 }
 
 // Where a kernel that always writes all of an input's gradient writes it: a scratch tensor where the input is a constant.

@@ -46,10 +46,7 @@ Variable gated_delta_rule(const Variable& q, const Variable& k, const Variable& 
     if (level_scales.defined()) {
         levels = width_of_head("level_scales", level_scales, q, heads);
         check_dtype(op, "level_scales", level_scales, gate_dtype(q.dtype()));
-        const std::int64_t needed = kernels::levels_needed(static_cast<std::uint64_t>(layout.max_length()));
-        FENWICK_CHECK(options.level_overflow == LevelOverflow::clamp || levels >= needed,
-                      "[{}] level_scales has {} levels, a document of {} tokens needs {}; raise num_levels or allow "
-                      "clamping", op, levels, layout.max_length(), needed);
+        check_levels(op, levels, options.level_overflow, layout);
     }
 
     // Gates are dense in the kernel; q, k and v may be slices of a wider projection.

@@ -1,28 +1,9 @@
 #include "autograd/check.h"
+#include "autograd/gradient_output.h"
 #include "autograd/ops.h"
 #include "kernels/softmax_attention.h"
 
 namespace fenwick::ops {
-namespace {
-
-// Where a gradient that the kernel overwrites may go: the variable's own buffer if it is still empty.
-struct Destination {
-    explicit Destination(const std::shared_ptr<Gradient>& gradient, const Tensor& like) : gradient_(gradient) {
-        direct_ = gradient != nullptr && !gradient->defined();
-        tensor = direct_ ? gradient->target().tensor : Tensor::empty(like.shape(), like.dtype(), like.device());
-    }
-    void finish() {
-        if (gradient_ != nullptr && !direct_) gradient_->add(std::move(tensor));
-    }
-    Tensor tensor;
-
-private:
-    std::shared_ptr<Gradient> gradient_;
-    bool direct_ = false;
-};
-
-}  // namespace
-
 Variable softmax_attention(const Variable& q, const Variable& k, const Variable& v, std::int64_t heads, std::int64_t groups,
                            const SequenceLayout& layout) {
     constexpr std::string_view op = "softmax_attention";
@@ -56,7 +37,8 @@ Variable softmax_attention(const Variable& q, const Variable& k, const Variable&
                   [=, qt = q.value(), kt = k.value(), vt = v.value(), gq = q.gradient(), gk = k.gradient(),
                    gv = v.gradient()](const Tensor& d_o) {
                       // A variable given twice finds its buffer taken by the first and gets its second part added.
-                      Destination dq(gq, qt), dk(gk, kt), dv(gv, vt);
+                      using Rows = GradientOutput::Rows;
+                      GradientOutput dq(gq, qt, Rows::strided), dk(gk, kt, Rows::strided), dv(gv, vt, Rows::strided);
                       kernels::softmax_attention_backward(exec_of(d_o), {.dtype = d_o.dtype(),
                                                                          .sequences = layout.sequences(),
                                                                          .heads = heads,
@@ -65,21 +47,19 @@ Variable softmax_attention(const Variable& q, const Variable& k, const Variable&
                                                                          .q_stride = qt.row_stride(),
                                                                          .k_stride = kt.row_stride(),
                                                                          .v_stride = vt.row_stride(),
-                                                                         .dq_stride = dq.tensor.row_stride(),
-                                                                         .dk_stride = dk.tensor.row_stride(),
-                                                                         .dv_stride = dv.tensor.row_stride(),
+                                                                         .dq_stride = dq.stride(),
+                                                                         .dk_stride = dk.stride(),
+                                                                         .dv_stride = dv.stride(),
                                                                          .q = qt.data(),
                                                                          .k = kt.data(),
                                                                          .v = vt.data(),
                                                                          .o = o.data(),
                                                                          .lse = lse.data(),
                                                                          .d_o = d_o.data(),
-                                                                         .dq = dq.tensor.data(),
-                                                                         .dk = dk.tensor.data(),
-                                                                         .dv = dv.tensor.data()});
-                      dq.finish();
-                      dk.finish();
-                      dv.finish();
+                                                                         .dq = dq.data(),
+                                                                         .dk = dk.data(),
+                                                                         .dv = dv.data()});
+                      for (auto* output : {&dq, &dk, &dv}) output->finish();
                   });
 }
 

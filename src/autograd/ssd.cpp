@@ -4,34 +4,10 @@
 #include <optional>
 
 #include "autograd/check.h"
+#include "autograd/gradient_output.h"
 #include "autograd/ops.h"
 
 namespace fenwick::ops {
-namespace {
-
-// Where backward writes an input's gradient: in place if it is the first contribution, else into memory of its own that
-// finish() adds. Inputs without a gradient get memory too, for the kernel writes every output.
-class GradientOutput {
-public:
-    GradientOutput(std::shared_ptr<Gradient> gradient, const Shape& shape, DType dtype, Device device, bool dense)
-        : gradient_(std::move(gradient)) {
-        in_place_ = gradient_ && !gradient_->defined() && !dense;
-        tensor_ = in_place_ ? gradient_->target().tensor : Tensor::empty(shape, dtype, device);
-    }
-    void* data() const { return tensor_.data(); }
-    std::int64_t stride() const { return tensor_.row_stride(); }
-    void finish() {
-        if (gradient_ && !in_place_) gradient_->add(std::move(tensor_));
-    }
-
-private:
-    std::shared_ptr<Gradient> gradient_;
-    Tensor tensor_;
-    bool in_place_ = false;
-};
-
-}  // namespace
-
 Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Variable& g, const Variable& level_scales,
              const SsdOptions& options, const SequenceLayout& layout) {
     const std::int64_t heads = options.heads, groups = options.groups, chunk_size = options.chunk_size;
@@ -63,10 +39,7 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
         levels = level_scales.size(-1) / heads;
         check_shape("ssd", "level_scales", level_scales, with_columns(q.shape(), heads * levels));
         check_dtype("ssd", "level_scales", level_scales, gate_dtype(dtype));
-        const int needed = kernels::levels_needed(static_cast<std::uint64_t>(layout.max_length()));
-        FENWICK_CHECK(options.level_overflow == LevelOverflow::clamp || levels >= needed,
-                      "[ssd] level_scales has {} levels, a document of {} tokens needs {}; raise num_levels or allow clamping",
-                      levels, layout.max_length(), needed);
+        check_levels("ssd", levels, options.level_overflow, layout);
     }
 
     const Tensor qt = q.value(), kt = k.value(), vt = v.value(), gt = g.value().contiguous();
@@ -83,14 +56,11 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
     return record("ssd", o, {q, k, v, g, level_scales},
                   [=, dq = q.gradient(), dk = k.gradient(), dv = v.gradient(), dg = g.gradient(),
                    dscales = level_scales.gradient()](const Tensor& d_o) {
-        const DType gates = gate_dtype(dtype);
-        GradientOutput q_out(dq, qt.shape(), dtype, d_o.device(), false);
-        GradientOutput k_out(dk, kt.shape(), dtype, d_o.device(), false);
-        GradientOutput v_out(dv, vt.shape(), dtype, d_o.device(), false);
-        // The kernel writes these dense; a slice of a wider projection is not.
-        GradientOutput g_out(dg, gt.shape(), gates, d_o.device(), true);
+        using Rows = GradientOutput::Rows;
+        GradientOutput q_out(dq, qt, Rows::strided), k_out(dk, kt, Rows::strided), v_out(dv, vt, Rows::strided);
+        GradientOutput g_out(dg, gt, Rows::dense);
         std::optional<GradientOutput> scales_out;
-        if (scales.defined()) scales_out.emplace(dscales, scales.shape(), gates, d_o.device(), true);
+        if (scales.defined()) scales_out.emplace(dscales, scales, Rows::dense);
         kernels::ssd_backward(exec_of(d_o), {.dtype = dtype, .sequences = layout.sequences(),
                                              .heads = heads, .groups = groups, .key_width = key_width,
                                              .value_width = value_width, .levels = levels, .chunk_size = chunk_size,
@@ -102,10 +72,7 @@ Variable ssd(const Variable& q, const Variable& k, const Variable& v, const Vari
                                              .dq = q_out.data(), .dk = k_out.data(), .dv = v_out.data(),
                                              .dg = g_out.data(),
                                              .dlevel_scales = scales_out ? scales_out->data() : nullptr});
-        q_out.finish();
-        k_out.finish();
-        v_out.finish();
-        g_out.finish();
+        for (auto* output : {&q_out, &k_out, &v_out, &g_out}) output->finish();
         if (scales_out) scales_out->finish();
     });
 }
