@@ -20,6 +20,7 @@
 #include "base/parallel.h"
 #include "kernels/cpu/blas.h"
 #include "kernels/cpu/flush_denormals.h"
+#include "kernels/cpu/vector_math.h"
 
 namespace fenwick::kernels::cpu {
 namespace {
@@ -198,18 +199,9 @@ void scale_rows(Index rows, Index width, const T* from, const T* factor, T* to) 
         for (Index c = 0; c < width; ++c) to[i * width + c] = factor[i] * from[i * width + c];
 }
 
-// Sums in 16 lanes, so that it vectorises without reordering at the compiler's will.
 template <class T>
 T dot(const T* x, const T* y, Index count) {
-    T lanes[16] = {};
-    Index i = 0;
-    for (; i + 16 <= count; i += 16)
-        for (Index l = 0; l < 16; ++l) lanes[l] += x[i + l] * y[i + l];
-    T sum = 0;
-    for (; i < count; ++i) sum += x[i] * y[i];
-    for (Index step = 8; step > 0; step /= 2)
-        for (Index l = 0; l < step; ++l) lanes[l] += lanes[l + step];
-    return sum + lanes[0];
+    return lane_sum<T>(count, [=](Index i) { return x[i] * y[i]; });
 }
 
 // ---- states across chunks -----------------------------------------------------------------------------------------------
