@@ -327,21 +327,24 @@ private:
     // The data of one rank or several cannot be read. What was trained until then is saved before the run ends: every rank
     // stands behind step_, of which nothing is missing but, perhaps, its validation.
     [[noreturn]] void stop_for_bad_data() {
+        const std::string others_data = "the data of another process cannot be read";
         std::string told;
+        bool is_lost = false;  // on rank 0
         if (step_ > 0 && keeps_checkpoints()) {
             try {
                 write_checkpoint();
                 told = fmt::format("; step {} is saved: put the data right and go on with --resume auto", step_);
             } catch (const Error& error) {
                 told = fmt::format("; step {} could not be saved: {}", step_, error.what());
+                is_lost = true;
             }
         } else if (step_ > 0) {
             told = "; train.keep_checkpoints is 0, so nothing was saved";
         }
         together(communicator_, [&] {
-            if (data_error_) fail("{}{}", *data_error_, told);
+            if (data_error_ || is_lost) fail("{}{}", data_error_.value_or(others_data), told);
         });
-        throw SharedError("the data of another process cannot be read", false);
+        throw SharedError(others_data, false);
     }
 
     std::int64_t share_of_batch() const { return config_.train.batch_size / communicator_.size(); }
