@@ -89,22 +89,26 @@ struct Position {
     }
 };
 
-// The barriers of a ring. Producer: acquire, copy, commit; and finish behind the last stage. Consumer: wait, read, release
-// (a warp at a time, all of its threads together).
+// The barriers of a ring. Producer: fill; and finish behind the last stage. Consumer: wait, read, release (a warp at a time,
+// all of its threads together).
 template <int Stages>
 struct Ring {
     Barrier filled[Stages], free[Stages];
 
-    // By one thread; then the block must synchronize. `consumers`: warps that release every stage.
-    __device__ __forceinline__ void initialize(int consumers) {
+    // By one thread; then the block must synchronize. `consumers`: warps that release every stage; `producers`: threads that
+    // arrive when their part of a stage is there.
+    __device__ __forceinline__ void initialize(int consumers, int producers = tile::threads) {
         for (int i = 0; i < Stages; ++i) {
-            pipeline::initialize(filled + i, tile::threads);
+            pipeline::initialize(filled + i, producers);
             pipeline::initialize(free + i, consumers * arrivals_of_warp);
         }
     }
     __device__ __forceinline__ void acquire(const Position<Stages>& at) { pipeline::wait(free + at.stage, at.turn ^ 1); }
-    // For stages that are read by ordinary loads: arrives by itself.
-    __device__ __forceinline__ void commit(Position<Stages>& at) {
+    // copy(stage) starts the copies of the next stage, which is read by ordinary loads: it reports itself.
+    template <class Copy>
+    __device__ __forceinline__ void fill(Position<Stages>& at, Copy&& copy) {
+        acquire(at);
+        copy(at.stage);
         arrive_after_copies(filled + at.stage);
         at.advance();
     }
@@ -125,19 +129,20 @@ struct TileRing : Ring<Stages> {
         Position<Stages> at;
         int pending = 0;  // stages that have been started but not reported
     };
-    __device__ __forceinline__ void acquire(Producer& producer) {
+    // copy(stage) starts the copies of the next stage.
+    template <class Copy>
+    __device__ __forceinline__ void fill(Producer& producer, Copy&& copy) {
         prepare_wait(producer, *this, producer.at);
-        Ring<Stages>::acquire(producer.at);
+        this->acquire(producer.at);
+        copy(producer.at.stage);
+        tile::commit_async();
+        producer.at.advance();
+        if (++producer.pending > Ahead) report<Ahead>(producer);
     }
     // Before the producer may have to wait for a stage of another ring.
     template <int Others>
     __device__ __forceinline__ void prepare_wait(Producer& producer, const Ring<Others>& other, const Position<Others>& at) {
         if (producer.pending > 0 && !has_ended(other.free + at.stage, at.turn ^ 1)) finish(producer);
-    }
-    __device__ __forceinline__ void commit(Producer& producer) {
-        tile::commit_async();
-        producer.at.advance();
-        if (++producer.pending > Ahead) report<Ahead>(producer);
     }
     // Reports all stages; others may follow.
     __device__ __forceinline__ void finish(Producer& producer) { finish_from<Ahead>(producer); }

@@ -2,7 +2,6 @@
 // with products that run while the next operand is computed. Part of ssd.cu.
 #pragma once
 
-#include "kernels/cuda/asynchronous.cuh"
 #include "kernels/cuda/ssd_pipelined.cuh"
 
 namespace fenwick::kernels::cuda::ssd_scan {
@@ -58,13 +57,7 @@ __device__ __forceinline__ Fragment decayed_values(const bf16* values, const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 decay = tile::load_pair(to_end + k * 16 + half * 8);
-        const float weight_a = decay.x * between, weight_b = decay.y * between;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            std::uint32_t& pair = a.x[half * 2 + r];
-            const float2 x = tile::unpack(pair);
-            pair = tile::pack(x.x * weight_a, x.y * weight_b);
-        }
+        weigh(a, half, decay.x * between, decay.y * between);
     }
     return a;
 }
@@ -113,26 +106,25 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
         for (int base = range.first; base < range.first + range.count; base += state_teams) {
             const int heads = min(state_teams, range.first + range.count - base);
             for (int t = 0; t < tiles; ++t) {
-                ring.acquire(at);
-                bf16* const to = stages + at.stage * stage_size;
                 const std::int64_t its_token = token + t * edge;
                 const int rows = t == tiles - 1 ? last_rows : edge;
-                for (int x = 0; x < heads; ++x) {
-                    const int h = base + x;
-                    copy_value(to + x * area, values_at(p, its_token, h, vt), rows);
-                    StateScalars& its = scalars[at.stage * state_teams + x];
-                    const std::int64_t place = p.at(first + t, h);
-                    if (thread < edge / 4) {
-                        tile::copy_async_16(its.to_end + thread * 4, p.to_tile_end + place * edge + thread * 4, true);
-                    } else if (thread == 32) {
-                        tile::copy_async<8>(&its.start, p.start + place, true);
-                    } else if (thread == 64) {
-                        tile::copy_async<8>(&its.end, p.chunk_end + p.at(slot, h), true);
-                    } else if (thread == 96) {
-                        tile::copy_async<4>(&its.total, p.gamma + place * edge + edge - 1, true);
+                ring.fill(at, [&](int stage) {
+                    for (int x = 0; x < heads; ++x) {
+                        const int h = base + x;
+                        copy_value(stages + stage * stage_size + x * area, values_at(p, its_token, h, vt), rows);
+                        StateScalars& its = scalars[stage * state_teams + x];
+                        const std::int64_t place = p.at(first + t, h);
+                        if (thread < edge / 4) {
+                            tile::copy_async_16(its.to_end + thread * 4, p.to_tile_end + place * edge + thread * 4, true);
+                        } else if (thread == 32) {
+                            tile::copy_async<8>(&its.start, p.start + place, true);
+                        } else if (thread == 64) {
+                            tile::copy_async<8>(&its.end, p.chunk_end + p.at(slot, h), true);
+                        } else if (thread == 96) {
+                            tile::copy_async<4>(&its.total, p.gamma + place * edge + edge - 1, true);
+                        }
                     }
-                }
-                ring.commit(at);
+                });
                 if (--before_keys == 0) {
                     tile::wait_async<0>();
                     warpgroup::fence_tiles();
@@ -149,7 +141,6 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
     pipeline::wait(&barriers.keys, 0);
     Position<state_stages> at, done;  // stages waited for, released
     const int column = thread % 4 * 2;
-    bf16* const result = results + self * KT * area;
     for (int base = range.first; base < range.first + range.count; base += state_teams) {
         const int h = base + self;
         if (h >= range.first + range.count) {
@@ -194,24 +185,8 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
         for (int kt = 0; kt < KT; ++kt) asynchronous::hold(acc[kt].x);
         ring.release(done);
 
-        // Through shared memory: rows of the state are written as a whole.
-        pipeline::synchronize_team(self + 1);  // the last one has been read
-#pragma unroll
-        for (int kt = 0; kt < KT; ++kt)
-#pragma unroll
-            for (int k = 0; k < tile_steps; ++k)
-                asynchronous::store_transposed(result + kt * area, fragment_of(acc[kt], k).x, k);
-        pipeline::synchronize_team(self + 1);
-        const int row = thread / 8, v = thread % 8 * 8;
-        if (vt * edge + v < p.value_width) {
-            const bf16* const from = result + tile::offset<bf16>(row, v);
-            bf16* const to = p.states + p.state_at(slot, h) + static_cast<std::int64_t>(row) * p.value_width + vt * edge + v;
-#pragma unroll
-            for (int n = 0; n < KT * edge / 16; ++n)
-                if (row + n * 16 < p.key_width)
-                    *reinterpret_cast<Fragment*>(to + n * 16 * p.value_width) =
-                        *reinterpret_cast<const Fragment*>(from + n * 16 * edge);
-        }
+        store_turned(p, acc, results + self * KT * area, self, p.states + p.state_at(slot, h) + vt * edge,
+                     p.value_width - vt * edge);
     }
 }
 
@@ -220,7 +195,7 @@ __global__ void __launch_bounds__(state_threads, 1) chunk_states(Problem<bf16> p
 constexpr int output_stages = 7;
 constexpr int output_copies_ahead = 4;
 constexpr int output_strip = 7;  // score tiles of the two warpgroups: 3 and 4 at most
-using OutputRing = TileRing<output_stages, output_copies_ahead>;
+using OutputRings = Rings<output_stages, output_copies_ahead>;
 // The producer waits for the scalars of a head while the stages of the last output_copies_ahead are not reported yet: they
 // must not belong to as many heads as there are stages of scalars. Blocks with one stage a head report it at once.
 static_assert(output_copies_ahead <= 2 * (head_stages - 1));
@@ -305,18 +280,7 @@ struct OutputScalars {
 template <int KT, bool LogLinear>
 std::size_t tile_output_shared(int all_levels) {
     return (2 * output_stages + output_strip + consumers) * area * sizeof(bf16) +
-           head_stages * OutputScalars<LogLinear>::bytes(all_levels) + sizeof(OutputRing) + sizeof(Ring<head_stages>) +
-           most_live * sizeof(LiveBucket);
-}
-
-// One fragment times row factor[row] and column decay.
-__device__ __forceinline__ void weigh(Fragment& a, const float (&factor)[2], int half, float decay_a, float decay_b) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        std::uint32_t& pair = a.x[half * 2 + r];
-        const float2 x = tile::unpack(pair);
-        pair = tile::pack(x.x * (factor[r] * decay_a), x.y * (factor[r] * decay_b));
-    }
+           head_stages * OutputScalars<LogLinear>::bytes(all_levels) + sizeof(OutputRings) + most_live * sizeof(LiveBucket);
 }
 
 // scores x (level mask and decay) of a tile with itself. A warp has 16 rows: blocks of 16 columns before them are at level 5
@@ -394,28 +358,22 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     bf16* const results = reinterpret_cast<bf16*>(strip) + output_strip * area;  // a tile for each warpgroup
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(results + consumers * area);
     const int scalar_bytes = OutputScalars<LogLinear>::bytes(p.all_levels);
-    auto& ring = *reinterpret_cast<OutputRing*>(scalars + head_stages * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
-    auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
+    auto& rings = *reinterpret_cast<OutputRings*>(scalars + head_stages * scalar_bytes);
+    auto& ring = rings.tiles;
+    auto& head_ring = rings.heads;
+    auto* const buckets = reinterpret_cast<LiveBucket*>(&rings + 1);
     list_live(p, pair.slot_id, chunk, live, buckets);
     const auto head_at = [&](int stage) { return OutputScalars<LogLinear>(scalars + stage * scalar_bytes, p.all_levels); };
-    if (threadIdx.x == 0) {
-        ring.initialize(pair.count * threads / 32);
-        head_ring.initialize(pair.count * threads / 32);
-    }
-    __syncthreads();
+    const auto stage_at = [&](int stage) { return stages + 2 * stage * area; };
+    rings.initialize(pair.count);
 
     Position<head_stages> head_position;
     const int self = uniform(warpgroup_index());
     if (self == consumers) {
         asynchronous::release_registers<56>();
-        OutputRing::Producer producer;
+        typename decltype(rings.tiles)::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
-            ring.acquire(producer);
-            for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
-                          range.group, kt);
-            ring.commit(producer);
+            ring.fill(producer, [&](int stage) { load_key_tiles<KT>(p, stages, stage, queries, pair, j, range.group); });
         };
         for (int j = pair.first; j <= last; ++j) fetch_keys(j, true);
         for (int j = 0; j <= last; ++j) fetch_keys(j, false);
@@ -424,30 +382,29 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         const auto fetch_heads = [&](auto all_whole) {
             constexpr bool whole = decltype(all_whole)::value;
             for (int h = range.first; h < range.first + range.count; ++h) {
-                head_ring.acquire(head_position);
-                head_at(head_position.stage).template load<whole>(p, pair, h, buckets, live);
-                head_ring.commit(head_position);
+                head_ring.fill(head_position,
+                               [&](int stage) { head_at(stage).template load<whole>(p, pair, h, buckets, live); });
                 const auto fetch_state = [&](int n) {
-                    ring.acquire(producer);
-                    bf16* const to = stages + 2 * producer.at.stage * area;
-                    if constexpr (whole) {
-                        copy_of_state.template whole<KT * edge>(to, p.states + p.state_at(buckets[n].slot, h) + vt * edge);
-                    } else {
-                        copy_state<KT>(p, copy_of_state, to, p.states, buckets[n].slot, h, vt);
-                    }
-                    ring.commit(producer);
+                    ring.fill(producer, [&](int stage) {
+                        if constexpr (whole) {
+                            copy_of_state.template whole<KT * edge>(stage_at(stage),
+                                                                    p.states + p.state_at(buckets[n].slot, h) + vt * edge);
+                        } else {
+                            copy_state<KT>(p, copy_of_state, stage_at(stage), p.states, buckets[n].slot, h, vt);
+                        }
+                    });
                 };
                 if (live > 0) fetch_state(0);
                 for (int j = 0; j <= last; j += 2) {
-                    ring.acquire(producer);
-                    bf16* const to = stages + 2 * producer.at.stage * area;
-                    if constexpr (whole) {
-                        copy_value.template whole<2 * edge>(to, values_at(p, pair.token_of(j), h, vt));
-                    } else {
-                        for (int x = j; x <= min(j + 1, last); ++x)
-                            copy_value(to + (x - j) * area, values_at(p, pair.token_of(x), h, vt), pair.rows(x));
-                    }
-                    ring.commit(producer);
+                    ring.fill(producer, [&](int stage) {
+                        if constexpr (whole) {
+                            copy_value.template whole<2 * edge>(stage_at(stage), values_at(p, pair.token_of(j), h, vt));
+                        } else {
+                            for (int x = j; x <= min(j + 1, last); ++x)
+                                copy_value(stage_at(stage) + (x - j) * area, values_at(p, pair.token_of(x), h, vt),
+                                           pair.rows(x));
+                        }
+                    });
                 }
                 for (int n = 1; n < live; ++n) fetch_state(n);
                 if (live == 0 && last < 2) ring.finish(producer);
@@ -466,7 +423,6 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
     asynchronous::claim_registers<224>();
     if (self >= pair.count) return;
     Position<output_stages> at, done;  // stages waited for, released
-    const auto stage_at = [&](const Position<output_stages>& position) { return stages + 2 * position.stage * area; };
 
     const int i = uniform(pair.first) + self, t = warpgroup::first_row(), row = self * edge + t;
     Fragment* const scores = strip + self * 3 * tile_steps * threads;
@@ -476,26 +432,14 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         if (x == self) {
 #pragma unroll
             for (int k = 0; k < KT * tile_steps; ++k)
-                queries[k] = load_fragment<false>(stage_at(at) + k / tile_steps * area, k % tile_steps * 16);
+                queries[k] = load_fragment<false>(stage_at(at.stage) + k / tile_steps * area, k % tile_steps * 16);
         }
         at.advance();
         ring.release(done);
     }
     for (int j = 0; j <= last; ++j) {
         ring.wait(at);
-        if (j <= i) {
-            Accumulator acc;
-            acc.clear();
-#pragma unroll
-            for (int kt = 0; kt < KT; ++kt) {
-                Fragment a[tile_steps];
-#pragma unroll
-                for (int k = 0; k < tile_steps; ++k) a[k] = queries[kt * tile_steps + k];
-                multiply_fragments<true, true>(acc, a, stage_at(at) + kt * area);
-            }
-#pragma unroll
-            for (int k = 0; k < tile_steps; ++k) own_fragment(scores, j * tile_steps + k) = fragment_of(acc, k);
-        }
+        if (j <= i) score_fragments<KT>(scores, j * tile_steps, queries, stage_at(at.stage));
         at.advance();
         ring.release(done);
     }
@@ -546,7 +490,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
         if (live > 0) {
             ring.wait(at);
             asynchronous::fence_products(acc.x);
-            queue_product<true>(acc, queries, stage_at(at));
+            queue_product<true>(acc, queries, stage_at(at.stage));
             asynchronous::commit();
             at.advance();
         }
@@ -607,7 +551,7 @@ __global__ void __launch_bounds__(pipelined_threads, 1) tile_outputs(Problem<bf1
             ring.wait(at);
             to.clear();
             asynchronous::fence_products(to.x);
-            queue_product<true>(to, queries, stage_at(at));
+            queue_product<true>(to, queries, stage_at(at.stage));
             asynchronous::commit();
             at.advance();
         };

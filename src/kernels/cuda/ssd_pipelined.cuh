@@ -2,7 +2,7 @@
 // and two that compute, each on its own tile of 64 tokens, so that what both need is read once. Part of ssd.cu.
 #pragma once
 
-#include "kernels/cuda/pipeline.cuh"
+#include "kernels/cuda/asynchronous.cuh"
 #include "kernels/cuda/ssd_problem.cuh"
 
 namespace fenwick::kernels::cuda::ssd_scan {
@@ -25,6 +25,22 @@ constexpr int copies_ahead = 2;        // stages on their way while the producer
 // the last `copies_ahead` heads yet: it must not wait for consumers to be through with them.
 constexpr int head_stages = copies_ahead + 1;
 constexpr float log2_e = 1.44269504f;
+
+// The rings of a block: tiles, two a stage, and the scalars of heads.
+template <int Stages, int Ahead = copies_ahead, int HeadStages = head_stages>
+struct Rings {
+    TileRing<Stages, Ahead> tiles;
+    Ring<HeadStages> heads;
+
+    // By all threads of the block, which it synchronizes; `teams` warpgroups read.
+    __device__ __forceinline__ void initialize(int teams) {
+        if (threadIdx.x == 0) {
+            tiles.initialize(teams * threads / 32);
+            heads.initialize(teams * threads / 32);
+        }
+        __syncthreads();
+    }
+};
 
 // Warpgroups 0 .. consumers - 1 compute, the last one copies.
 __device__ __forceinline__ int warpgroup_index() { return tile::thread_index() / threads; }
@@ -59,6 +75,41 @@ struct TileCopy {
     }
 };
 
+// Score tile of `queries` (KT x 4 fragments) with KT tiles of keys, as the thread's own fragments from the `first`-th on.
+template <int KT>
+__device__ __forceinline__ void score_fragments(Fragment* to, int first, const Fragment (&queries)[KT * tile_steps],
+                                                const bf16* keys) {
+    Accumulator acc;
+    acc.clear();
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt) {
+        Fragment a[tile_steps];
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k) a[k] = queries[kt * tile_steps + k];
+        multiply_fragments<true, true>(acc, a, keys + kt * area);
+    }
+#pragma unroll
+    for (int k = 0; k < tile_steps; ++k) own_fragment(to, first + k) = fragment_of(acc, k);
+}
+
+// Half of a fragment, 8 columns, times the weights of the thread's two of them; and times the rows' factors.
+__device__ __forceinline__ void weigh(Fragment& a, int half, float weight_a, float weight_b) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        std::uint32_t& pair = a.x[half * 2 + r];
+        const float2 x = tile::unpack(pair);
+        pair = tile::pack(x.x * weight_a, x.y * weight_b);
+    }
+}
+__device__ __forceinline__ void weigh(Fragment& a, const float (&factor)[2], int half, float weight_a, float weight_b) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        std::uint32_t& pair = a.x[half * 2 + r];
+        const float2 x = tile::unpack(pair);
+        pair = tile::pack(x.x * (factor[r] * weight_a), x.y * (factor[r] * weight_b));
+    }
+}
+
 // Writes the tile's rows x columns elements; `aligned`: neighbours may be written as one word.
 __device__ __forceinline__ void store_tile(Accumulator& acc, bf16* to, std::int64_t stride, int rows, int columns,
                                            bool aligned) {
@@ -73,6 +124,29 @@ __device__ __forceinline__ void store_tile(Accumulator& acc, bf16* to, std::int6
         if (t + r * 8 >= rows) break;
 #pragma unroll
         for (int n = 0; n < 8; ++n) tile::store_pair(to + r * 8 * stride + n * 8, acc.x[n][2 * r], acc.x[n][2 * r + 1]);
+    }
+}
+
+// Writes 64 value columns of a state, of which a team holds the transpose, to `to`, the first of its `columns` that there
+// are: through KT tiles of shared memory of its own, so that rows are written as a whole.
+template <int KT>
+__device__ __forceinline__ void store_turned(const Problem<bf16>& p, const Accumulator (&acc)[KT], bf16* turned, int team,
+                                             bf16* to, int columns) {
+    pipeline::synchronize_team(team + 1);  // the last one has been read
+#pragma unroll
+    for (int kt = 0; kt < KT; ++kt)
+#pragma unroll
+        for (int k = 0; k < tile_steps; ++k)
+            asynchronous::store_transposed(turned + kt * area, fragment_of(acc[kt], k).x, k);
+    pipeline::synchronize_team(team + 1);
+    const int first = tile::team_index() / 8, v = tile::team_index() % 8 * 8;
+    if (v >= columns) return;
+#pragma unroll
+    for (int n = 0; n < KT * edge / 16; ++n) {
+        const int k = first + n * 16;
+        if (k >= p.key_width) break;
+        *reinterpret_cast<uint4*>(to + k * p.value_width + v) =
+            *reinterpret_cast<const uint4*>(turned + k / edge * area + tile::offset<bf16>(k % edge, v));
     }
 }
 
@@ -127,6 +201,14 @@ struct Pair {
     __device__ __forceinline__ int rows(int j) const { return j == slot.tiles - 1 ? last_rows : edge; }
     __device__ __forceinline__ std::int64_t token_of(int j) const { return token + j * edge; }
 };
+
+// Fills a stage of two tiles with the KT ones of the queries, or keys, of tile j of a chunk.
+template <int KT>
+__device__ __forceinline__ void load_key_tiles(const Problem<bf16>& p, bf16* stages, int stage, bool queries,
+                                               const Pair& pair, int j, int group) {
+    for (int kt = 0; kt < KT; ++kt)
+        load_keys(p, stages + (2 * stage + kt) * area, queries, pair.token_of(j), pair.rows(j), group, kt);
+}
 
 // What the tiles of a chunk need of one head: decays, and the scales of the first `levels` levels of `scale_tiles` tiles
 // (levels beyond the last column repeat it; the linear operator's scales are 1). Rows of level scales are `stride` floats

@@ -1,7 +1,6 @@
 // The pipelined kernels (ssd_pipelined.cuh) of the scan's backward, for V <= 64. Part of ssd.cu.
 #pragma once
 
-#include "kernels/cuda/asynchronous.cuh"
 #include "kernels/cuda/ssd_pipelined.cuh"
 
 namespace fenwick::kernels::cuda::ssd_scan {
@@ -60,42 +59,41 @@ __global__ void __launch_bounds__(bucket_threads, 1) bucket_gradients(Problem<bf
         for (int base = range.first; base < range.first + range.count; base += bucket_teams) {
             const int heads = min(bucket_teams, range.first + range.count - base);
             for (int t = 0; t < job.tiles; ++t) {
-                ring.acquire(producer);
-                bf16* const to = stages + producer.at.stage * stage_size;
                 const std::int64_t its_token = token + t * edge;
                 const int rows = t == job.tiles - 1 ? last_rows : edge;
+                ring.fill(producer, [&](int stage) {
+                    bf16* const to = stages + stage * stage_size;
 #pragma unroll
-                for (int kt = 0; kt < KT; ++kt)
-                    (kt < KT - 1 ? copy_queries : copy_last_queries)(to + kt * area,
-                                                                     queries + its_token * p.q_stride + kt * edge, rows);
-                for (int x = 0; x < heads; ++x) {
-                    const int h = base + x;
-                    copy_grad(to + (KT + x) * area, output_grad_at(p, its_token, h) + vt * edge, rows);
-                    BucketScalars& its = scalars[producer.at.stage * bucket_teams + x];
-                    const std::int64_t at = p.at(job.tile + t, h);
-                    if (thread < edge) {
-                        if (p.log_linear)
-                            tile::copy_async<4>(
-                                its.scale + thread,
-                                p.level_scales + ((its_token + min(thread, rows - 1)) * p.heads + h) * p.levels + level,
-                                thread < rows);
-                    } else if (thread < edge + edge / 4) {
-                        tile::copy_async_16(its.gamma + (thread - edge) * 4, p.gamma + at * edge + (thread - edge) * 4,
-                                            true);
-                    } else if (thread == 96) {
-                        tile::copy_async<8>(&its.start, p.start + at, true);
-                    } else if (thread == 97) {
-                        tile::copy_async<8>(&its.end, p.chunk_end + p.at(job.slot, h), true);
+                    for (int kt = 0; kt < KT; ++kt)
+                        (kt < KT - 1 ? copy_queries : copy_last_queries)(to + kt * area,
+                                                                         queries + its_token * p.q_stride + kt * edge, rows);
+                    for (int x = 0; x < heads; ++x) {
+                        const int h = base + x;
+                        copy_grad(to + (KT + x) * area, output_grad_at(p, its_token, h) + vt * edge, rows);
+                        BucketScalars& its = scalars[stage * bucket_teams + x];
+                        const std::int64_t at = p.at(job.tile + t, h);
+                        if (thread < edge) {
+                            if (p.log_linear)
+                                tile::copy_async<4>(
+                                    its.scale + thread,
+                                    p.level_scales + ((its_token + min(thread, rows - 1)) * p.heads + h) * p.levels + level,
+                                    thread < rows);
+                        } else if (thread < edge + edge / 4) {
+                            tile::copy_async_16(its.gamma + (thread - edge) * 4, p.gamma + at * edge + (thread - edge) * 4,
+                                                true);
+                        } else if (thread == 96) {
+                            tile::copy_async<8>(&its.start, p.start + at, true);
+                        } else if (thread == 97) {
+                            tile::copy_async<8>(&its.end, p.chunk_end + p.at(job.slot, h), true);
+                        }
                     }
-                }
-                ring.commit(producer);
+                });
             }
         }
         ring.finish(producer);
     } else {
         Position<bucket_stages> at;
         const int column = thread % 4 * 2;
-        bf16* const result = results + self * KT * area;
         for (int base = range.first; base < range.first + range.count; base += bucket_teams) {
             const int h = base + self;
             const bool active = h < range.first + range.count;
@@ -116,14 +114,8 @@ __global__ void __launch_bounds__(bucket_threads, 1) bucket_gradients(Problem<bf
                         for (int half = 0; half < 2; ++half) {
                             const int s = k * 16 + half * 8 + column;
                             const float2 gamma = tile::load_pair(its.gamma + s), scale = tile::load_pair(its.scale + s);
-                            const float weight_a = scale.x * exp2_fast(between + gamma.x * log2_e);
-                            const float weight_b = scale.y * exp2_fast(between + gamma.y * log2_e);
-#pragma unroll
-                            for (int r = 0; r < 2; ++r) {
-                                std::uint32_t& pair = a[k].x[half * 2 + r];
-                                const float2 x = tile::unpack(pair);
-                                pair = tile::pack(x.x * weight_a, x.y * weight_b);
-                            }
+                            weigh(a[k], half, scale.x * exp2_fast(between + gamma.x * log2_e),
+                                  scale.y * exp2_fast(between + gamma.y * log2_e));
                         }
                     }
 #pragma unroll
@@ -131,8 +123,8 @@ __global__ void __launch_bounds__(bucket_threads, 1) bucket_gradients(Problem<bf
                 }
                 ring.release(at);
             }
+            if (!active) continue;
             if (job.part >= 0) {
-                if (!active) continue;
                 float* const to = p.bucket_parts + p.state_at(job.part, h) + vt * edge;
                 const int v = warpgroup::first_row();
 #pragma unroll
@@ -147,27 +139,8 @@ __global__ void __launch_bounds__(bucket_threads, 1) bucket_gradients(Problem<bf
                         }
                 continue;
             }
-            // Turned in shared memory, so that rows are written whole.
-            pipeline::synchronize_team(self + 1);
-#pragma unroll
-            for (int kt = 0; kt < KT; ++kt)
-#pragma unroll
-                for (int k = 0; k < tile_steps; ++k) {
-                    const Fragment x = warpgroup::fragment_of(acc[kt], k);
-                    asynchronous::store_transposed(result + kt * area, x.x, k);
-                }
-            pipeline::synchronize_team(self + 1);
-            if (!active) continue;
-            bf16* const to = p.dstates + p.state_at(job.slot, h) + vt * edge;
-            const int first = thread / 8, v = thread % 8 * 8;
-            if (vt * edge + v >= p.value_width) continue;
-#pragma unroll
-            for (int n = 0; n < KT * edge / 16; ++n) {
-                const int k = first + n * 16;
-                if (k >= p.key_width) break;
-                *reinterpret_cast<uint4*>(to + k * p.value_width + v) =
-                    *reinterpret_cast<const uint4*>(result + k / edge * area + tile::offset<bf16>(k % edge, v));
-            }
+            store_turned(p, acc, results + self * KT * area, self, p.dstates + p.state_at(job.slot, h) + vt * edge,
+                         p.value_width - vt * edge);
         }
     }
 }
@@ -223,8 +196,8 @@ constexpr int query_gradient_stages = 8;
 template <int KT>
 std::size_t pipelined_query_gradient_shared(int all_levels) {
     return (2 * query_gradient_stages + consumers * (KT + 1)) * area * sizeof(bf16) +
-           head_stages * HeadScalars::bytes(all_levels, consumers) + sizeof(TileRing<query_gradient_stages, copies_ahead>) +
-           sizeof(Ring<head_stages>) + most_live * sizeof(LiveBucket);
+           head_stages * HeadScalars::bytes(all_levels, consumers) + sizeof(Rings<query_gradient_stages>) +
+           most_live * sizeof(LiveBucket);
 }
 
 // query_gradients of two tiles. Grid: 2 x slots, head slices of all groups.
@@ -242,44 +215,31 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
     Fragment* const all_grads = all_queries + consumers * KT * tile_steps * threads;
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_grads) + consumers * area * sizeof(bf16);
     const int scalar_bytes = HeadScalars::bytes(p.all_levels, consumers);
-    auto& ring = *reinterpret_cast<TileRing<query_gradient_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
-    auto* const buckets = reinterpret_cast<LiveBucket*>(&head_ring + 1);
+    auto& rings = *reinterpret_cast<Rings<query_gradient_stages>*>(scalars + head_stages * scalar_bytes);
+    auto& ring = rings.tiles;
+    auto& head_ring = rings.heads;
+    auto* const buckets = reinterpret_cast<LiveBucket*>(&rings + 1);
     list_live(p, pair.slot_id, pair.slot.index, live, buckets);
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, p.all_levels); };
+    const auto stage_at = [&](int stage) { return stages + 2 * stage * area; };
     for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, consumers);
-    if (threadIdx.x == 0) {
-        ring.initialize(pair.count * threads / 32);
-        head_ring.initialize(pair.count * threads / 32);
-    }
-    __syncthreads();
+    rings.initialize(pair.count);
 
     Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
         asynchronous::release_registers<producer_registers>();
-        typename std::remove_reference_t<decltype(ring)>::Producer producer;
-        for (int j = pair.first; j <= last && heads > 0; ++j) {
-            ring.acquire(producer);
-            for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, true, pair.token_of(j), pair.rows(j), range.group,
-                          kt);
-            ring.commit(producer);
-        }
+        typename decltype(rings.tiles)::Producer producer;
+        for (int j = pair.first; j <= last && heads > 0; ++j)
+            ring.fill(producer, [&](int stage) { load_key_tiles<KT>(p, stages, stage, true, pair, j, range.group); });
         const ValueCopy copy(p.value_width);
         for (int h = range.first; h < range.first + heads; ++h) {
             ring.prepare_wait(producer, head_ring, head_position);
-            head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, pair.first, last, buckets, live, pair.first);
-            head_ring.commit(head_position);
-            ring.acquire(producer);
-            copy.grads(p, stages + 2 * producer.at.stage * area, pair, pair.first, last, h);
-            ring.commit(producer);
-            for (int n = 0; n < live; ++n) {
-                ring.acquire(producer);
-                copy.state<KT>(p, stages + 2 * producer.at.stage * area, p.states, buckets[n].slot, h);
-                ring.commit(producer);
-            }
+            head_ring.fill(head_position,
+                           [&](int stage) { head_at(stage).load(p, pair, h, pair.first, last, buckets, live, pair.first); });
+            ring.fill(producer, [&](int stage) { copy.grads(p, stage_at(stage), pair, pair.first, last, h); });
+            for (int n = 0; n < live; ++n)
+                ring.fill(producer, [&](int stage) { copy.state<KT>(p, stage_at(stage), p.states, buckets[n].slot, h); });
         }
         ring.finish(producer);
     } else {
@@ -394,12 +354,12 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_query_gradient
 constexpr int key_gradient_stages = 7;
 constexpr int key_gradient_head_stages = 2;  // a head has more stages of tiles than the producer leaves unreported
 constexpr int key_gradient_strip = 7;        // score tiles of the two warpgroups: 4 and 3 at most
+using KeyGradientRings = Rings<key_gradient_stages, copies_ahead, key_gradient_head_stages>;
 
 template <int KT>
 std::size_t pipelined_key_gradient_shared() {
     return (2 * key_gradient_stages + key_gradient_strip + consumers * KT) * area * sizeof(bf16) +
-           key_gradient_head_stages * HeadScalars::bytes(chunk_levels, tiles_per_chunk) +
-           sizeof(TileRing<key_gradient_stages, copies_ahead>) + sizeof(Ring<key_gradient_head_stages>);
+           key_gradient_head_stages * HeadScalars::bytes(chunk_levels, tiles_per_chunk) + sizeof(KeyGradientRings);
 }
 
 // One fragment times factor[row] scale(column) exp(gamma[column] - reference); `gamma` and `scales` from the thread's first
@@ -409,14 +369,8 @@ __device__ __forceinline__ void scale_readers(Fragment& a, const float (&factor)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 at = tile::load_pair(gamma + half * 8);
-        const float weight_a = scales[half * 8 * stride] * exp2_fast(at.x * log2_e - reference);
-        const float weight_b = scales[(half * 8 + 1) * stride] * exp2_fast(at.y * log2_e - reference);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            std::uint32_t& pair = a.x[half * 2 + r];
-            const float2 x = tile::unpack(pair);
-            pair = tile::pack(x.x * (factor[r] * weight_a), x.y * (factor[r] * weight_b));
-        }
+        weigh(a, factor, half, scales[half * 8 * stride] * exp2_fast(at.x * log2_e - reference),
+              scales[(half * 8 + 1) * stride] * exp2_fast(at.y * log2_e - reference));
     }
 }
 
@@ -426,14 +380,8 @@ __device__ __forceinline__ void scale_columns(Fragment& a, float between, const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float2 at = tile::load_pair(gamma + half * 8);
-        const float weight_a = scales[half * 8 * stride] * (between * exp2_fast(at.x * log2_e));
-        const float weight_b = scales[(half * 8 + 1) * stride] * (between * exp2_fast(at.y * log2_e));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            std::uint32_t& pair = a.x[half * 2 + r];
-            const float2 x = tile::unpack(pair);
-            pair = tile::pack(x.x * weight_a, x.y * weight_b);
-        }
+        weigh(a, half, scales[half * 8 * stride] * (between * exp2_fast(at.x * log2_e)),
+              scales[(half * 8 + 1) * stride] * (between * exp2_fast(at.y * log2_e)));
     }
 }
 
@@ -492,48 +440,34 @@ __global__ void __launch_bounds__(pipelined_threads, 1) pipelined_key_gradients(
     bf16* const all_keys = reinterpret_cast<bf16*>(strip + key_gradient_strip * tile_steps * threads);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_keys + consumers * KT * area);
     const int scalar_bytes = HeadScalars::bytes(chunk_levels, tiles_per_chunk);
-    auto& ring =
-        *reinterpret_cast<TileRing<key_gradient_stages, copies_ahead>*>(scalars + key_gradient_head_stages * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<key_gradient_head_stages>*>(&ring + 1);
+    auto& rings = *reinterpret_cast<KeyGradientRings*>(scalars + key_gradient_head_stages * scalar_bytes);
+    auto& ring = rings.tiles;
+    auto& head_ring = rings.heads;
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
+    const auto stage_at = [&](int stage) { return stages + 2 * stage * area; };
     for (int n = 0; n < key_gradient_head_stages; ++n) head_at(n).prepare(p, tiles_per_chunk);
-    if (threadIdx.x == 0) {
-        ring.initialize(pair.count * threads / 32);
-        head_ring.initialize(pair.count * threads / 32);
-    }
-    __syncthreads();
+    rings.initialize(pair.count);
 
     Position<key_gradient_head_stages> head_position;
     const int self = warpgroup_index();
     if (self == consumers) {
         asynchronous::release_registers<producer_registers>();
-        typename std::remove_reference_t<decltype(ring)>::Producer producer;
+        typename decltype(rings.tiles)::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
-            ring.acquire(producer);
-            for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
-                          range.group, kt);
-            ring.commit(producer);
+            ring.fill(producer, [&](int stage) { load_key_tiles<KT>(p, stages, stage, queries, pair, j, range.group); });
         };
         for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, false);
         for (int m = pair.first; m <= last; ++m) fetch_keys(m, true);
         const ValueCopy copy(p.value_width);
         for (int h = range.first; h < range.first + range.count; ++h) {
             ring.prepare_wait(producer, head_ring, head_position);
-            head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, pair.first, last, nullptr, 0, pair.first);
-            head_ring.commit(head_position);
-            ring.acquire(producer);
-            copy.values(p, stages + 2 * producer.at.stage * area, pair, pair.first, pair.first + pair.count - 1, h);
-            ring.commit(producer);
-            ring.acquire(producer);
-            copy.state<KT>(p, stages + 2 * producer.at.stage * area, p.dstates, pair.slot_id, h);
-            ring.commit(producer);
-            for (int m = last / consumers * consumers; m >= pair.first; m -= consumers) {
-                ring.acquire(producer);
-                copy.grads(p, stages + 2 * producer.at.stage * area, pair, m, min(m + 1, last), h);
-                ring.commit(producer);
-            }
+            head_ring.fill(head_position,
+                           [&](int stage) { head_at(stage).load(p, pair, h, pair.first, last, nullptr, 0, pair.first); });
+            ring.fill(producer,
+                      [&](int stage) { copy.values(p, stage_at(stage), pair, pair.first, pair.first + pair.count - 1, h); });
+            ring.fill(producer, [&](int stage) { copy.state<KT>(p, stage_at(stage), p.dstates, pair.slot_id, h); });
+            for (int m = last / consumers * consumers; m >= pair.first; m -= consumers)
+                ring.fill(producer, [&](int stage) { copy.grads(p, stage_at(stage), pair, m, min(m + 1, last), h); });
         }
         ring.finish(producer);
     } else {
@@ -833,22 +767,6 @@ __device__ __forceinline__ void sum_given(Accumulator& terms, float* sums, int t
     if (thread < edge) to[thread] = half[thread] + half[edge + thread] + half[2 * edge + thread] + half[3 * edge + thread];
 }
 
-// Score tile of `queries` (KT x 4 fragments) with the KT tiles of keys in a stage, as the thread's own fragments.
-template <int KT>
-__device__ __forceinline__ void score_fragments(Fragment* to, const Fragment (&queries)[KT * tile_steps], const bf16* keys) {
-    Accumulator acc;
-    acc.clear();
-#pragma unroll
-    for (int kt = 0; kt < KT; ++kt) {
-        Fragment a[tile_steps];
-#pragma unroll
-        for (int k = 0; k < tile_steps; ++k) a[k] = queries[kt * tile_steps + k];
-        multiply_fragments<true, true>(acc, a, keys + kt * area);
-    }
-#pragma unroll
-    for (int k = 0; k < tile_steps; ++k) own_fragment(to, k) = fragment_of(acc, k);
-}
-
 constexpr int score_stages = 6;
 // Near: a pair's two tiles with themselves, a warpgroup each, and the second with the first (level 7).
 // Far: the chunk's tiles 2 and 3, a warpgroup each, with its tiles 0 and 1 (level 8).
@@ -868,7 +786,7 @@ template <bool Near>
 std::size_t pipelined_score_gradient_shared() {
     return (2 * score_stages + score_teams<Near> * score_units<Near>)*area * sizeof(bf16) +
            score_teams<Near> * 8 * edge * sizeof(float) + head_stages * HeadScalars::bytes(chunk_levels, 2) +
-           sizeof(TileRing<score_stages, copies_ahead>) + sizeof(Ring<head_stages>);
+           sizeof(Rings<score_stages>);
 }
 
 // score_gradients. Grid: Near: 2 x slots, else slots; head slices of all groups.
@@ -887,42 +805,33 @@ __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradie
     float* const all_sums = reinterpret_cast<float*>(strip + teams * units * tile_steps * threads);
     unsigned char* const scalars = reinterpret_cast<unsigned char*>(all_sums + teams * 8 * edge);
     constexpr int scalar_bytes = HeadScalars::bytes(chunk_levels, 2);
-    auto& ring = *reinterpret_cast<TileRing<score_stages, copies_ahead>*>(scalars + head_stages * scalar_bytes);
-    auto& head_ring = *reinterpret_cast<Ring<head_stages>*>(&ring + 1);
+    auto& rings = *reinterpret_cast<Rings<score_stages>*>(scalars + head_stages * scalar_bytes);
+    auto& ring = rings.tiles;
+    auto& head_ring = rings.heads;
     const auto head_at = [&](int stage) { return HeadScalars(scalars + stage * scalar_bytes, chunk_levels); };
+    const auto stage_at = [&](int stage) { return stages + 2 * stage * area; };
     for (int n = 0; n < head_stages; ++n) head_at(n).prepare(p, 2);
-    if (threadIdx.x == 0) {
-        ring.initialize(active * threads / 32);
-        head_ring.initialize(active * threads / 32);
-    }
-    __syncthreads();
+    rings.initialize(active);
 
     Position<head_stages> head_position;
     const int self = warpgroup_index();
     if (self == teams) {
         asynchronous::release_registers<score_producer_registers<Near>>();
-        typename std::remove_reference_t<decltype(ring)>::Producer producer;
+        typename decltype(rings.tiles)::Producer producer;
         const auto fetch_keys = [&](int j, bool queries) {
-            ring.acquire(producer);
-            for (int kt = 0; kt < KT; ++kt)
-                load_keys(p, stages + (2 * producer.at.stage + kt) * area, queries, pair.token_of(j), pair.rows(j),
-                          range.group, kt);
-            ring.commit(producer);
+            ring.fill(producer, [&](int stage) { load_key_tiles<KT>(p, stages, stage, queries, pair, j, range.group); });
         };
         for (int x = 0; x < pair.count; ++x) fetch_keys(pair.first + x, true);
         for (int x = 0; x < given_count; ++x) fetch_keys(given_first + x, false);
         const ValueCopy copy(p.value_width);
         for (int h = range.first; h < range.first + range.count; ++h) {
             ring.prepare_wait(producer, head_ring, head_position);
-            head_ring.acquire(head_position);
-            head_at(head_position.stage).load(p, pair, h, given_first, last, nullptr, 0, pair.first);
-            head_ring.commit(head_position);
-            ring.acquire(producer);
-            copy.grads(p, stages + 2 * producer.at.stage * area, pair, pair.first, last, h);
-            ring.commit(producer);
-            ring.acquire(producer);
-            copy.values(p, stages + 2 * producer.at.stage * area, pair, given_first, given_first + given_count - 1, h);
-            ring.commit(producer);
+            head_ring.fill(head_position,
+                           [&](int stage) { head_at(stage).load(p, pair, h, given_first, last, nullptr, 0, pair.first); });
+            ring.fill(producer, [&](int stage) { copy.grads(p, stage_at(stage), pair, pair.first, last, h); });
+            ring.fill(producer, [&](int stage) {
+                copy.values(p, stage_at(stage), pair, given_first, given_first + given_count - 1, h);
+            });
         }
         ring.finish(producer);
     } else {
@@ -952,7 +861,7 @@ __global__ void __launch_bounds__(score_threads<Near>, 1) pipelined_score_gradie
             for (int x = 0; x < given_count; ++x) {
                 ring.wait(at);
                 if (x >= given && x < given + units)
-                    score_fragments<KT>(scores + (x - given) * tile_steps * threads, queries, stages + 2 * at.stage * area);
+                    score_fragments<KT>(scores, (x - given) * tile_steps, queries, stages + 2 * at.stage * area);
                 ring.release(at);
             }
         }
