@@ -424,7 +424,7 @@ struct DecodeCommand {
     std::vector<std::string> configs, overrides;
     std::vector<std::int64_t> histories{1024, 131072};
     std::int64_t tokens = 64, batch = 1;
-    bool no_graph = false, plain = false, operators = false;
+    bool no_graph = false, plain = false, separate = false, operators = false;
     MeasureOptions measure;
 };
 
@@ -439,7 +439,7 @@ void run_decode(const DecodeCommand& command) {
                       command.tokens, command.tokens / 2 + warm_up + 1);
     const double copy = measure_copy(device, command.measure.budget, 0);
     print(fmt::format("{}, {}, batch {}; a copy reads and writes {:.1f} GB/s", device_text(device), name_of(dtype), command.batch, 1e-9 * copy));
-    print(fmt::format("{:<28}{:>8}{:>9}{:>11}{:>11}{:>11}{:>11}{:>11}{:>9}", "model", "weights", "history", "us a token", "tokens/s",
+    print(fmt::format("{:<28}{:>8}{:>9}{:>9}{:>11}{:>11}{:>11}{:>11}{:>11}{:>9}", "model", "weights", "history", "launches", "us a token", "tokens/s",
                       "weights GB", "state GB", "GB/s", "of copy"));
     ordered_json rows = ordered_json::array();
     for (const std::string& path : command.configs) {
@@ -456,11 +456,14 @@ void run_decode(const DecodeCommand& command) {
             std::optional<model::Decoder> decoder;
             const Tensor input = Tensor::from(ids, {command.batch, 1}, device);
             std::function<void()> token = [&] { (void)model.step(input, *state); };
+            std::string launches = "-";
             if (!command.plain) {
                 decoder.emplace(model, *state, model::DecoderOptions{.weights = dtype, .graph = !command.no_graph,
+                                                                     .one_launch = !command.separate && !command.operators,
                                                                      .reserve = command.tokens + warm_up, .temperature = 0});
                 state.reset();
                 token = [&] { decoder->advance(); };
+                launches = fmt::to_string(decoder->launches());
             }
             for (std::int64_t i = 0; i < warm_up; ++i) token();
             synchronize(device);
@@ -473,8 +476,8 @@ void run_decode(const DecodeCommand& command) {
                 states += static_cast<double>(model::decode_state_traffic(config.model, first + i, command.batch, dtype)) /
                           static_cast<double>(command.tokens);
             const double rate = (weights + states) / seconds;
-            print(fmt::format("{:<28}{:>8}{:>9}{:>11.1f}{:>11.1f}{:>11.3f}{:>11.3f}{:>11.1f}{:>8.1f}%", model::name_of(config.model.type),
-                              count_text(static_cast<double>(model.parameter_count())), history, 1e6 * seconds,
+            print(fmt::format("{:<28}{:>8}{:>9}{:>9}{:>11.1f}{:>11.1f}{:>11.3f}{:>11.3f}{:>11.1f}{:>8.1f}%", model::name_of(config.model.type),
+                              count_text(static_cast<double>(model.parameter_count())), history, launches, 1e6 * seconds,
                               static_cast<double>(command.batch) / seconds, 1e-9 * weights, 1e-9 * states, 1e-9 * rate, 100 * rate / copy));
             rows.push_back({{"config", path}, {"model", std::string(model::name_of(config.model.type))}, {"device", device_text(device)},
                             {"dtype", std::string(name_of(dtype))}, {"batch", command.batch}, {"history", history},
@@ -502,7 +505,8 @@ void add_decode(CLI::App& bench) {
         ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 16))
         ->capture_default_str();
     command->add_flag("--no-graph", options->no_graph, "Queue every kernel by itself");
-    command->add_flag("--operators", options->operators, "Then the time of each kind of launch, by itself");
+    command->add_flag("--separate", options->separate, "A launch an operator, even where a token can be one launch");
+    command->add_flag("--operators", options->operators, "With separate launches; then the time of each kind, by itself");
     command->add_flag("--plain", options->plain, "Decode through the operators of training");
     command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
     options->measure.add_to(command);

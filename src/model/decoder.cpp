@@ -581,6 +581,8 @@ std::vector<std::int32_t> Decoder::drawn(std::int64_t n) {
 
 std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
     const Implementation& self = *implementation_;
+    FENWICK_CHECK(!self.layout.possible,
+                  "[decoder] a token that is one launch has no kinds of launches; set one_launch = false");
     const kernels::Exec exec = exec_of(self.device);
     std::vector<std::pair<std::string, double>> times;
     const auto time = [&](const std::string& kind, const std::function<void()>& work) {
@@ -592,11 +594,6 @@ std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
         const TimeMark end(self.device);
         times.emplace_back(kind, seconds_between(begin, end) / repetitions);
     };
-    if (self.layout.possible) {
-        time("all layers", [&] { kernels::cuda::decode_token(exec, self.token); });
-        time("sample", [&] { self.queue_sample(exec); });
-        return times;
-    }
     time("embedding", [&] { self.queue_embedding(exec); });
     std::vector<std::string> kinds;
     for (const Launch& launch : self.launches)
@@ -610,7 +607,10 @@ std::vector<std::pair<std::string, double>> Decoder::time_by_kind() {
     return times;
 }
 
-bool Decoder::is_one_launch() const { return implementation_->layout.possible; }
+std::int64_t Decoder::launches() const {
+    const Implementation& self = *implementation_;
+    return self.layout.possible ? 2 : static_cast<std::int64_t>(self.launches.size()) + 2;
+}
 Tensor Decoder::logits() const { return implementation_->logits; }
 std::int64_t Decoder::position() const { return implementation_->queued_position; }
 

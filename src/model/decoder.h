@@ -45,9 +45,10 @@ public:
 
     Tensor logits() const;          // [batch, vocab] float32, of the last advance(); overwritten by the next
     std::int64_t position() const;  // tokens taken in, queued ones included
-    bool is_one_launch() const;     // whether a token is a single launch
+    std::int64_t launches() const;  // a token; 2 where all layers are one and the draw is the other
 
-    // Seconds that the launches of one kind take of a token, each kind by itself: for benchmarks. The state is garbage then.
+    // Seconds that the launches of one kind take of a token, each kind by itself: for benchmarks, with one_launch = false.
+    // The state is garbage then.
     std::vector<std::pair<std::string, double>> time_by_kind();
 
 private:

@@ -87,7 +87,7 @@ TEST(Bench, Decoding) {
     fenwick::test::write_text(config, "run_dir: runs/x\nmodel: {type: log_linear_mamba2, vocab_size: 100, hidden_size: 32, num_layers: 2, "
                                       "num_heads: 2, head_dim: 16, state_size: 16, num_levels: 6}\n"
                                       "data: {train: none.h5, sequence_length: 32}\ntrain: {steps: 1}\n");
-    for (const std::string way : {"", " --plain", " --batch 3", " --operators"}) {
+    for (const std::string way : {"", " --plain", " --batch 3", " --separate", " --operators"}) {
         const auto [code, output] = fenwick("bench decode " + config + " --history 40 1000 --tokens 16 --seconds 0.01 --device cpu --json " + json + way);
         ASSERT_EQ(code, 0) << output;
         EXPECT_THAT(output, HasSubstr("of copy"));

@@ -6,9 +6,9 @@
 // the descriptions of the operators. What operators give to each other goes through words in global memory: float32 numbers
 // whose two lowest bits are the token's tag. A reader polls until they are right; there is no barrier between blocks.
 //
-// Two things were measured to matter (docs/benchmarks/decoding.md): bytes under way at once are few enough that polls do not
-// queue behind them (`window`), and a product's critical path is short: two warps take a unit from shared memory to its
-// result, nobody waits for the block in between.
+// Three things were measured to matter (docs/benchmarks/decoding.md): few bytes are under way at once, so that polls do not
+// queue behind them (`window`); nobody polls early or often (poll); and a product's critical path is short: two warps take a
+// unit from shared memory to its result, nobody waits for the block in between.
 #include <algorithm>
 #include <cstring>
 
@@ -77,6 +77,7 @@ struct alignas(16) Stream {
 
 struct Shared {
     Barrier full[slots], free[slots], step_full[kept_steps], step_free[kept_steps], x_free;
+    Barrier workers_met, pair_met[pairs];  // for racecheck
     int offset[slots], bytes[slots];
     alignas(16) float squares[2][warps];
     float partial[workers], scale[most_groups];
@@ -156,9 +157,6 @@ __device__ __forceinline__ void load_shared(std::uint32_t (&x)[2], std::uint32_t
 __device__ __forceinline__ void store_shared(std::uint32_t to, std::uint32_t a, std::uint32_t b) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
-__device__ __forceinline__ void synchronize_workers() { asm volatile("bar.sync 1, %0;" ::"n"(workers) : "memory"); }
-__device__ __forceinline__ void synchronize_pair(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(pair + 2) : "memory"); }
-
 // The levels that a token reads at position t: those that level `merged` takes in, one after another, then the others.
 // Linear: level 0.
 struct Levels {
@@ -258,10 +256,23 @@ struct Worker {
         wait(&s.full[n % slots], n / slots & 1);
         return ring + static_cast<std::uint32_t>(*static_cast<volatile int*>(&s.offset[n % slots]));
     }
+    // Named barriers, which racecheck was seen to take no notice of here: for it they are mbarriers at which all arrive.
+#if defined(FENWICK_RACECHECK)
+    __device__ void meet(Barrier* barrier, int& times) const {
+        arrive(barrier, 1);
+        wait(barrier, times++ & 1);
+    }
+    mutable int workers_met = 0, pair_met = 0;
+    __device__ void synchronize_workers() const { meet(&s.workers_met, workers_met); }
+    __device__ void synchronize_pair() const { meet(&s.pair_met[warp / 2], pair_met); }
+#else
+    __device__ void synchronize_workers() const { asm volatile("bar.sync 1, %0;" ::"n"(workers) : "memory"); }
+    __device__ void synchronize_pair() const { asm volatile("bar.sync %0, 64;" ::"r"(warp / 2 + 2) : "memory"); }
+#endif
     // Room for `readers` of the block's warps.
     __device__ void give_back(int n, int readers) const {
         __syncwarp();
-        if (lane == 0) arrive(&s.free[n % slots], readers);
+        if (pipeline::arrivals_of_warp > 1 || lane == 0) arrive(&s.free[n % slots], readers);
     }
 };
 
@@ -289,7 +300,7 @@ __device__ __forceinline__ void take_input(const Worker& w, const Step& step) {
     float squares = has_squares ? (number(y.word[0]) + number(y.word[1])) + (number(y.word[2]) + number(y.word[3])) : 0.0f;
     if (step.groups > 1) {
         s.partial[thread] = squares;
-        synchronize_workers();
+        w.synchronize_workers();
         const int parts = step.squares / 4 / step.groups;
         for (int group = w.warp; group < step.groups; group += warps) {
             float sum = 0;
@@ -297,7 +308,7 @@ __device__ __forceinline__ void take_input(const Worker& w, const Step& step) {
             sum = team_sum(sum);
             if (w.lane == 0) s.scale[group] = rsqrtf(sum / static_cast<float>(step.in / step.groups) + step.eps);
         }
-        synchronize_workers();
+        w.synchronize_workers();
     } else {
         squares = team_sum(squares);
         if (w.lane == 0) s.squares[w.turn & 1][w.warp] = squares;
@@ -324,7 +335,7 @@ __device__ __forceinline__ void take_input(const Worker& w, const Step& step) {
         store_shared(to, high[0], high[1]);
         store_shared(to + 32, tile::pack(u[0], u[1]), tile::pack(u[2], u[3]));
     }
-    synchronize_workers();
+    w.synchronize_workers();
 }
 
 // A pair of warps takes every pairs-th unit, each warp half of its keys; F fragments of 16 keys.
@@ -340,8 +351,7 @@ __device__ __forceinline__ void multiply(const Worker& w, const Step& step, Shar
         x[i][0] = x[i][1] = 0;
         if (lane / 8 < slices) load_shared(x[i], from + static_cast<std::uint32_t>(i * slices * 64));
     }
-    __syncwarp();
-    if (lane == 0) arrive(&s.x_free);
+    pipeline::arrive_as_warp(&s.x_free);
     float scale = 1;
     if (step.groups == 1) {
         float sum = 0;
@@ -374,7 +384,7 @@ __device__ __forceinline__ void multiply(const Worker& w, const Step& step, Shar
             sums[lane / 4 * 2 + side] = low;
             sums[(lane / 4 + 8) * 2 + side] = high;
         }
-        synchronize_pair(pair);
+        w.synchronize_pair();
         if (side != round) continue;
         float y = 0;
         if (lane < rows)
@@ -472,7 +482,7 @@ __device__ __forceinline__ void work_embedding(const Worker& w, const Step& step
         for (int offset = 1; offset < step.rows; offset *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
         if (mine && thread % step.rows == 0) store_word(step.squares_out + column / step.rows, squares, w.tag);
     }
-    synchronize_workers();  // other warps go on with the stream
+    w.synchronize_workers();  // other warps go on with the stream
 }
 
 // A unit of states is state_columns columns of one head, all keys; a warp has it, lane l the keys l + 32 i.
@@ -504,7 +514,7 @@ __device__ __forceinline__ void work_ssd(Worker& w, const Step& step) {
     const int unit_bytes = keys * state_columns * 4;
     const Levels& levels = w.levels;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
-    synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
+    w.synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
     if (const int u = w.warp; u < share.units) {
         const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit - h * across;
         const int group = h / step.heads_a_group, column = across_at * state_columns;
@@ -616,7 +626,7 @@ __device__ __forceinline__ void work_gated_delta_rule(Worker& w, const Step& ste
     const int unit_bytes = keys * state_columns * 4;
     const Levels& levels = w.levels;
     const std::int64_t level_size = a.heads * a.key_width * a.value_width;
-    synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
+    w.synchronize_workers();  // no warp is so far ahead that it takes a slot's piece for the one before
     if (const int u = w.warp; u < share.units) {
         const int unit = step.first_column + share.first + u, h = unit / across, across_at = unit - h * across;
         const int column = across_at * state_columns, own = column + state_column(lane);
@@ -771,13 +781,15 @@ __global__ void __launch_bounds__(block_threads, 1)
     if (thread == 0) {
         for (int i = 0; i < slots; ++i) {
             initialize(&s.full[i], 1);
-            initialize(&s.free[i], warps);
+            initialize(&s.free[i], warps * pipeline::arrivals_of_warp);
         }
         for (int i = 0; i < kept_steps; ++i) {
             initialize(&s.step_full[i], 1);
-            initialize(&s.step_free[i], warps);
+            initialize(&s.step_free[i], warps * pipeline::arrivals_of_warp);
         }
-        initialize(&s.x_free, warps);
+        initialize(&s.x_free, warps * pipeline::arrivals_of_warp);
+        initialize(&s.workers_met, workers);
+        for (int i = 0; i < pairs; ++i) initialize(&s.pair_met[i], 64);
         asynchronous::fence_barriers();
     }
     for (int i = thread; i < a.count * static_cast<int>(sizeof(Stream) / 16); i += block_threads)
@@ -836,8 +848,7 @@ __global__ void __launch_bounds__(block_threads, 1)
                           [&]<int C>(std::integral_constant<int, C>) { work_gated_delta_rule<C>(w, step); });
                 break;
         }
-        __syncwarp();
-        if (lane == 0) arrive(&s.step_free[slot]);
+        pipeline::arrive_as_warp(&s.step_free[slot]);
     }
 }
 
