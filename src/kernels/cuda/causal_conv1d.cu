@@ -13,18 +13,6 @@ constexpr int forward_strip = 32, backward_strip = 64;
 // Tokens that a thread loads at once, before it needs the first: one load at a time would wait for memory each time.
 constexpr int ahead = 4;
 
-template <class T, int V>
-using Vector = Pack<T, V>;
-template <class T, int V>
-__device__ __forceinline__ Vector<T, V> fetch(const T* from) {
-    return *reinterpret_cast<const Vector<T, V>*>(from);
-}
-template <class T, int V>
-__device__ __forceinline__ void unpack(float (&to)[V], const Vector<T, V>& vector) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) to[j] = convert<float>(vector.values[j]);
-}
-
 // weights[i] = weight[channel, i - (W - width)], zero for the leading taps that do not exist.
 template <int W, int V>
 __device__ __forceinline__ void load_weights(float (&weights)[W][V], const float* weight, std::int64_t channel,
@@ -88,10 +76,10 @@ __global__ void __launch_bounds__(256) causal_conv1d_forward_kernel(CausalConv1d
     DocumentCursor cursor(sequences, begin);
     load_history<T>(window, args, cursor, begin, channel);
     for (std::int64_t base = begin; base < end; base += ahead) {
-        Vector<T, V> vectors[ahead];
+        Pack<T, V> vectors[ahead];
 #pragma unroll
         for (int k = 0; k < ahead; ++k)
-            if (base + k < end) vectors[k] = fetch<T, V>(static_cast<const T*>(args.x) + (base + k) * args.x_stride + channel);
+            if (base + k < end) vectors[k] = fetch<V>(static_cast<const T*>(args.x) + (base + k) * args.x_stride + channel);
 #pragma unroll
         for (int k = 0; k < ahead; ++k) {
             const std::int64_t token = base + k;
@@ -99,7 +87,7 @@ __global__ void __launch_bounds__(256) causal_conv1d_forward_kernel(CausalConv1d
             cursor.advance(sequences, token);
             if (token == cursor.start && token != begin) load_history<T>(window, args, cursor, token, channel);
             shift(window);
-            unpack<T, V>(window[W - 1], vectors[k]);
+            unpack(window[W - 1], vectors[k]);
             float y[V];
 #pragma unroll
             for (int j = 0; j < V; ++j) {
@@ -155,12 +143,12 @@ __global__ void __launch_bounds__(256) causal_conv1d_backward_kernel(CausalConv1
         load_history<T>(inputs, history, reading, begin, channel);
         clear(slopes);  // gradients of the pre-activations of tokens done .. token
         for (std::int64_t base = begin; base < end + W - 1; base += ahead) {
-            Vector<T, V> x_vectors[ahead], dy_vectors[ahead];
+            Pack<T, V> x_vectors[ahead], dy_vectors[ahead];
 #pragma unroll
             for (int k = 0; k < ahead; ++k)
                 if (base + k < end + W - 1 && base + k < sequences.tokens) {
-                    x_vectors[k] = fetch<T, V>(x + (base + k) * args.x_stride + channel);
-                    dy_vectors[k] = fetch<T, V>(dy + (base + k) * args.dy_stride + channel);
+                    x_vectors[k] = fetch<V>(x + (base + k) * args.x_stride + channel);
+                    dy_vectors[k] = fetch<V>(dy + (base + k) * args.dy_stride + channel);
                 }
 #pragma unroll
             for (int k = 0; k < ahead; ++k) {
@@ -171,15 +159,15 @@ __global__ void __launch_bounds__(256) causal_conv1d_backward_kernel(CausalConv1
                     reading.advance(sequences, token);
                     if (token == reading.start) clear(inputs);
                     shift(inputs);
-                    unpack<T, V>(inputs[W - 1], x_vectors[k]);
+                    unpack(inputs[W - 1], x_vectors[k]);
                     float gradient[V];
-                    unpack<T, V>(gradient, dy_vectors[k]);
+                    unpack(gradient, dy_vectors[k]);
 #pragma unroll
                     for (int j = 0; j < V; ++j) {
                         float sum = biases[j];
 #pragma unroll
                         for (int i = 0; i < W; ++i) sum += weights[i][j] * inputs[i][j];
-                        slopes[W - 1][j] = gradient[j] * silu_slope(sum);
+                        slopes[W - 1][j] = gradient[j] * silu_slope(sum, sigmoid_of(sum));
                     }
                     if (token < end) {
 #pragma unroll

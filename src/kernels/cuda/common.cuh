@@ -58,11 +58,16 @@ constexpr int next_power_of_two(std::int64_t x, int most) {
 }
 static_assert(next_power_of_two(3, 32) == 4 && next_power_of_two(std::int64_t{3} << 30, 256) == 256);
 
-// Queues kernel(arguments...) on exec's stream; an empty grid is no work. `op` names the operator in errors.
+// Queues kernel(arguments...) on exec's stream, with leave for as much shared memory; an empty grid is no work. `op` names
+// the operator in errors.
 template <class... Parameters, class... Arguments>
 void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
             Arguments&&... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    if (shared_bytes > 40 * 1024)  // with the kernel's own arrays, 48 KiB need no leave
+        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(shared_bytes)));
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
@@ -89,6 +94,13 @@ void dispatch(std::string_view op, DType dtype, F&& fn) {
     }
 }
 
+// Whether exec's GPU is a Hopper: wgmma, 227 KB of shared memory a block.
+inline bool is_hopper(const Exec& exec) {
+    int major = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
+    return major == 9;
+}
+
 // Vector kernels move `wide` elements a thread (16 bytes of bfloat16, 2 x 16 of float32).
 inline constexpr int wide = 8;
 // Whether every row of all arrays starts on a 16-byte boundary and holds whole vectors. Give every row length and stride
@@ -99,6 +111,12 @@ inline bool can_use_wide(std::initializer_list<std::int64_t> multiples, std::ini
     for (auto pointer : pointers)
         if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return false;
     return true;
+}
+// Whether rows, whose lengths and strides in elements of `size` bytes are `multiples`, start at multiples of 16 bytes.
+inline bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
+    for (auto value : multiples)
+        if (value * static_cast<std::int64_t>(size) % 16 != 0) return false;
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
 }
 // Calls fn(std::integral_constant<int, wide>) or fn(std::integral_constant<int, 1>).
 template <class F>
@@ -163,12 +181,19 @@ __device__ __forceinline__ To convert(From value) {
         return static_cast<To>(value);
 }
 
-// V values of an array, as Compute (float unless said otherwise).
-template <int V, class Compute = float, class T>
-__device__ __forceinline__ void load(Compute (&to)[V], const T* from) {
-    const auto pack = *reinterpret_cast<const Pack<T, V>*>(from);
+// V values of an array: as they are, for what is loaded ahead of its use; and as Compute (float unless said otherwise).
+template <int V, class T>
+__device__ __forceinline__ Pack<T, V> fetch(const T* from) {
+    return *reinterpret_cast<const Pack<T, V>*>(from);
+}
+template <int V, class Compute, class T>
+__device__ __forceinline__ void unpack(Compute (&to)[V], const Pack<T, V>& pack) {
 #pragma unroll
     for (int i = 0; i < V; ++i) to[i] = convert<Compute>(pack.values[i]);
+}
+template <int V, class Compute = float, class T>
+__device__ __forceinline__ void load(Compute (&to)[V], const T* from) {
+    unpack(to, fetch<V>(from));
 }
 template <int V, class Compute, class T>
 __device__ __forceinline__ void store(T* to, const Compute (&from)[V]) {
@@ -204,12 +229,12 @@ __device__ __forceinline__ void store(T* to, const float (&from)[V], bool accumu
 // then. (x < -87: the divisor passes 2^126, and the quotient is 0.)
 __device__ __forceinline__ float sigmoid_of(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu_of(float x) { return x * sigmoid_of(x); }
-// d silu(x) / dx
-__device__ __forceinline__ float silu_slope(float x) {
-    const float s = sigmoid_of(x);
-    return s * (1.0f + x * (1.0f - s));
-}
+// d silu(x) / dx, given s = sigmoid(x)
+__device__ __forceinline__ float silu_slope(float x, float s) { return s * (1.0f + x * (1.0f - s)); }
 __device__ __forceinline__ float softplus_of(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
+
+// Bits of x without leading zeros.
+__device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
 
 // Sum over a team: `lanes` neighbouring lanes of a warp, a power of two. Every lane of the warp must call it; every lane
 // gets the sum.

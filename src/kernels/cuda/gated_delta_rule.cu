@@ -24,9 +24,7 @@
 #include "kernels/gated_delta_rule.h"
 
 #include <bit>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -34,6 +32,7 @@
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/gated_delta_rule_gradients.cuh"
 #include "kernels/cuda/gated_delta_rule_walk.cuh"
+#include "kernels/cuda/tables.cuh"
 #include "kernels/cuda/tile.cuh"
 #include "kernels/cuda/warpgroup.cuh"
 
@@ -43,6 +42,7 @@ namespace {
 using tile::Accumulator;
 using tile::area;
 using tile::edge;
+using tile::store_clipped;
 using tile::threads;
 using tile::Unscaled;
 using walk::ChunkInfo;
@@ -51,6 +51,8 @@ using walk::place_of;
 using walk::slots_before;
 using walk::Transition;
 using walk::transition_after;
+using warpgroup::synchronize_tiles;
+using warpgroup::wait_for_tiles;
 
 constexpr int max_key_tiles = 8;
 constexpr int matrix_stride = edge + 1;  // of float32 matrices in shared memory
@@ -62,8 +64,6 @@ struct StreamInfo {
     std::int32_t first, count;  // chunks
     std::int32_t document;
 };
-
-__device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
 
 // Everything the kernels see. Tiles are 64 x 64; those in the workspace are laid out as in shared memory (tile::offset),
 // and float32 ones as the threads hold an Accumulator.
@@ -109,16 +109,6 @@ struct Problem {
 };
 
 // ---- pieces ----------------------------------------------------------------------------------------------------------
-
-// Barrier behind writes to tiles that a product reads.
-__device__ __forceinline__ void synchronize_tiles() {
-    warpgroup::fence_tiles();
-    __syncthreads();
-}
-__device__ __forceinline__ void wait_for_tiles() {
-    tile::wait_async<0>();
-    synchronize_tiles();
-}
 
 // Starts copying a tile of the workspace.
 template <class T>
@@ -225,21 +215,6 @@ __device__ __forceinline__ void load_output_grad(const Problem<T>& p, T* to, con
     const std::int64_t stride = static_cast<std::int64_t>(p.heads) * p.value_width;
     tile::load(to, p.d_o + c.token * stride + static_cast<std::int64_t>(h) * p.value_width + vt * edge, stride, c.rows,
                p.value_width - vt * edge, p.wide_o);
-}
-
-// Writes the accumulator into rows x cols elements of a row-major matrix.
-template <class T, class A>
-__device__ __forceinline__ void store_clipped(A& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
-    acc.for_pairs([&](int row, int col, float& a, float& b, int) {
-        if (row >= rows || col >= cols) return;
-        T* at = to + row * stride + col;
-        if (aligned) {
-            tile::store_pair(at, a, b);
-        } else {
-            at[0] = tile::from_float<T>(a);
-            if (col + 1 < cols) at[1] = tile::from_float<T>(b);
-        }
-    });
 }
 
 // Decays and steps of a chunk's tokens. Behind the document's end: no decay, beta 0.
@@ -1296,87 +1271,24 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     }
     layout->schedule = builder.take();
 
-    std::int64_t bytes = 0;
-    const auto place = [&bytes](const auto& table) {
-        const std::int64_t at = bytes;
-        bytes += round_up(static_cast<std::int64_t>(table.size() * sizeof(table[0])), 256);
-        return at;
-    };
-    const auto chunks_at = place(chunks), streams_at = place(streams), segments_at = place(layout->schedule.segments),
-               items_at = place(layout->schedule.items);
-    layout->memory = workspace(exec, bytes);
-    const auto upload = [&]<class E>(const E*& to, const std::vector<E>& table, std::int64_t at) {
-        to = reinterpret_cast<const E*>(layout->memory.as<unsigned char>() + at);
-        // Pageable host memory is staged before the call returns.
-        FENWICK_CUDA_CHECK(cudaMemcpyAsync(layout->memory.as<unsigned char>() + at, table.data(), table.size() * sizeof(E),
-                                           cudaMemcpyHostToDevice, stream_of(exec)));
-    };
-    upload(layout->chunk_info, chunks, chunks_at);
-    upload(layout->stream_info, streams, streams_at);
-    upload(layout->segments, layout->schedule.segments, segments_at);
-    upload(layout->items, layout->schedule.items, items_at);
+    Arena tables;
+    tables.add(&layout->chunk_info, std::span<const ChunkInfo>(chunks));
+    tables.add(&layout->stream_info, std::span<const StreamInfo>(streams));
+    tables.add(&layout->segments, std::span<const walk::Segment>(layout->schedule.segments));
+    tables.add(&layout->items, std::span<const walk::Item>(layout->schedule.items));
+    tables.allocate(exec);
+    layout->memory = tables.release();
     return layout;
 }
 
 std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, int slots, std::int64_t round_chunks) {
-    constexpr std::size_t kept = 32;
-    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
-    static auto& mutex = *new std::mutex;
-    static auto& cache = *new std::vector<std::shared_ptr<const Layout>>;  // most recent last
-    const std::lock_guard lock(mutex);
-    for (std::size_t i = cache.size(); i-- > 0;) {
-        const auto entry = cache[i];
-        if (entry->device == exec.device && entry->slots == slots && entry->round_chunks == round_chunks &&
-            static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
-            std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
-            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
-            cache.push_back(entry);
-            return entry;
-        }
-    }
-    if (cache.size() == kept) cache.erase(cache.begin());
-    cache.push_back(make_layout(exec, sequences, slots, round_chunks));
-    return cache.back();
-}
-
-// Carves the workspace of one call: first the sizes, then the pointers.
-class Arena {
-public:
-    template <class E>
-    void add(E** pointer, std::int64_t count) {
-        entries_.push_back({[pointer](void* at) { *pointer = static_cast<E*>(at); }, total_});
-        total_ += round_up(count * static_cast<std::int64_t>(sizeof(E)), 256);
-    }
-    void allocate(const Exec& exec) {
-        buffer_ = workspace(exec, total_);
-        for (auto& entry : entries_) entry.set(buffer_.as<unsigned char>() + entry.offset);
-    }
-
-private:
-    struct Entry {
-        std::function<void(void*)> set;
-        std::int64_t offset;
-    };
-    std::vector<Entry> entries_;
-    std::int64_t total_ = 0;
-    Buffer buffer_;
-};
-
-// launch() with the dynamic shared memory limit raised.
-template <class... Parameters, class... Arguments>
-void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
-                  int block, Arguments&&... arguments) {
-    if (shared_bytes > 48 * 1024)
-        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                static_cast<int>(shared_bytes)));
-    launch(op, exec, kernel, grid, dim3(static_cast<unsigned>(block)), shared_bytes, std::forward<Arguments>(arguments)...);
-}
-
-bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
-    for (auto value : multiples)
-        if (value * static_cast<std::int64_t>(size) % 16 != 0) return false;
-    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+    return recent<Layout>(
+        32,
+        [&](const Layout& layout) {
+            return layout.device == exec.device && layout.slots == slots && layout.round_chunks == round_chunks &&
+                   std::ranges::equal(layout.offsets, offsets_of(sequences));
+        },
+        [&] { return make_layout(exec, sequences, slots, round_chunks); });
 }
 
 constexpr std::size_t shared_limit = 220 * 1024;  // of a block
@@ -1472,11 +1384,8 @@ void add_chunk_workspace(Arena& arena, Problem<T>& p, std::int64_t chunks) {
 // Whether walk_states runs here: bfloat16 in aligned rows, keys of at most 3 tiles, a GPU with wgmma.
 template <class T>
 bool has_walks(const Exec& exec, const Problem<T>& p, const void* output) {
-    if (!std::is_same_v<T, Bfloat16> || p.key_tiles > 3 || !p.wide_v || !is_wide(sizeof(T), output, {p.value_width}))
-        return false;
-    int major = 0;
-    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
-    return major == 9;
+    return std::is_same_v<T, Bfloat16> && p.key_tiles <= 3 && p.wide_v && is_wide(sizeof(T), output, {p.value_width}) &&
+           is_hopper(exec);
 }
 int multiprocessors(const Exec& exec) {
     int count = 0;
@@ -1540,9 +1449,9 @@ void run_walk(const char* op, const Exec& exec, walk::Walk w, const Layout& layo
             w.items = layout.items + pass.first;
             w.value_blocks = shape.value_blocks;
             w.units = shape.units;
-            launch_tiles(op, exec, walk::walk_states<kt(), purpose>, dim3(static_cast<unsigned>(shape.blocks)),
-                         static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(shape.consumers)),
-                         (shape.consumers + 1) * 128, w);
+            launch(op, exec, walk::walk_states<kt(), purpose>, dim3(static_cast<unsigned>(shape.blocks)),
+                   dim3(static_cast<unsigned>((shape.consumers + 1) * 128)),
+                   static_cast<std::size_t>(walk::Layout<kt(), purpose>::bytes(shape.consumers)), w);
         }
     });
 }
@@ -1601,16 +1510,30 @@ void walk_backward(const char* op, const Exec& exec, const Problem<Bfloat16>& p,
     f.flow_parts = p.flow_parts;
     dispatch_walk(p.key_tiles, [&](auto kt) {
         const std::int64_t units = std::int64_t{f.chunks} * p.heads;
-        launch_tiles(op, exec, flow::state_flow<kt()>,
-                     dim3(static_cast<unsigned>(std::min<std::int64_t>(units, multiprocessors(exec)))),
-                     static_cast<std::size_t>(flow::Layout<kt()>::bytes), (kt() + 1) * 128, f);
+        launch(op, exec, flow::state_flow<kt()>,
+               dim3(static_cast<unsigned>(std::min<std::int64_t>(units, multiprocessors(exec)))), (kt() + 1) * 128,
+               static_cast<std::size_t>(flow::Layout<kt()>::bytes), f);
     });
 }
 
 template <class T>
 void launch_prepare(const char* op, const Exec& exec, const Problem<T>& p, int chunks) {
-    launch_tiles(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(p.heads)),
-                 4 * area * sizeof(T) + sizeof(PrepareShared), threads, p);
+    launch(op, exec, prepare_chunks<T>, dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(p.heads)), threads,
+           4 * area * sizeof(T) + sizeof(PrepareShared), p);
+}
+// A kernel that walks the documents of a round, with so many of a chunk's `operands` in shared memory.
+template <class T, class Kernel, class... Arguments>
+void launch_streams(const char* op, const Exec& exec, Kernel kernel, int operands, const Problem<T>& p,
+                    const Layout::Round& round, Arguments... arguments) {
+    launch(op, exec, kernel,
+           dim3(static_cast<unsigned>(round.streams) * static_cast<unsigned>(p.heads), static_cast<unsigned>(p.value_tiles)),
+           threads, walk_shared(p, operands), p, round.first_stream, arguments...);
+}
+template <class T>
+void launch_advance(const char* op, const Exec& exec, const Problem<T>& p, const Layout::Round& round, const float* from,
+                    float* to) {
+    dispatch_key_tiles(
+        p, [&](auto kt) { launch_streams(op, exec, advance_states<T, kt()>, p.o != nullptr ? 3 : 2, p, round, from, to); });
 }
 template <class T>
 void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequences& sequences, bool walks) {
@@ -1627,18 +1550,14 @@ void forward_slice(const char* op, const Exec& exec, Problem<T> p, const Sequenc
     launch_prepare(op, exec, p, layout->chunks);
     if constexpr (std::is_same_v<T, Bfloat16>)
         if (walks) return walk_forward(op, exec, p, *layout);
-    dispatch_key_tiles(p, [&](auto kt) {
-        launch_tiles(op, exec, advance_states<T, kt()>,
-                     dim3(static_cast<unsigned>(sequences.count * heads), static_cast<unsigned>(p.value_tiles)),
-                     walk_shared(p, 3), threads, p, 0, static_cast<const float*>(master), master);
-    });
+    launch_advance(op, exec, p, layout->rounds.front(), master, master);
 }
 
 template <class T>
 void launch_chunk_gradients(const char* op, const Exec& exec, const Problem<T>& p, const Layout::Round& round,
                             int first_chunk) {
-    launch_tiles(op, exec, chunk_gradients<T>, dim3(static_cast<unsigned>(round.chunks), static_cast<unsigned>(p.heads)),
-                 6 * area * sizeof(T) + sizeof(GradientShared), threads, p, first_chunk);
+    launch(op, exec, chunk_gradients<T>, dim3(static_cast<unsigned>(round.chunks), static_cast<unsigned>(p.heads)), threads,
+           6 * area * sizeof(T) + sizeof(GradientShared), p, first_chunk);
 }
 // What chunk_gradients needs of `chunks` chunks, and the states of the layout's largest round; `steps`: of a head.
 template <class T>
@@ -1707,14 +1626,8 @@ void backward_rounds(const char* op, const Exec& exec, Problem<T> p, const Seque
     std::swap(p.steps, steps);
 
     launch_prepare(op, exec, p, layout.chunks);
-    const auto head_blocks = static_cast<unsigned>(heads), value_blocks = static_cast<unsigned>(p.value_tiles);
     const auto advance = [&](std::int64_t r, float* to) {
-        const auto& round = layout.rounds[static_cast<std::size_t>(r)];
-        dispatch_key_tiles(p, [&](auto kt) {
-            launch_tiles(op, exec, advance_states<T, kt()>,
-                         dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 2), threads,
-                         p, round.first_stream, static_cast<const float*>(masters + r * master_size), to);
-        });
+        launch_advance(op, exec, p, layout.rounds[static_cast<std::size_t>(r)], masters + r * master_size, to);
     };
     for (std::int64_t r = 0; r + 1 < rounds; ++r) advance(r, masters + (r + 1) * master_size);
     std::swap(p.states, states);
@@ -1723,15 +1636,13 @@ void backward_rounds(const char* op, const Exec& exec, Problem<T> p, const Seque
         const auto& round = layout.rounds[static_cast<std::size_t>(r)];
         if (round.leaving > 0 || round.entering > 0) {
             advance(r, masters + rounds * master_size);
-            dispatch_key_tiles(p, [&](auto kt) {
-                launch_tiles(op, exec, retreat_states<T, kt()>,
-                             dim3(static_cast<unsigned>(round.streams) * head_blocks, value_blocks), walk_shared(p, 3),
-                             threads, p, round.first_stream, gradients);
-            });
-            launch_tiles(op, exec, state_gradients<T>,
-                         dim3(static_cast<unsigned>(round.chunks), head_blocks, static_cast<unsigned>(p.key_tiles)),
-                         5 * area * sizeof(T) + static_cast<std::size_t>(p.slots * edge + 32) * sizeof(float), threads, p,
-                         round.first_chunk);
+            dispatch_key_tiles(p,
+                               [&](auto kt) { launch_streams(op, exec, retreat_states<T, kt()>, 3, p, round, gradients); });
+            launch(
+                op, exec, state_gradients<T>,
+                dim3(static_cast<unsigned>(round.chunks), static_cast<unsigned>(heads), static_cast<unsigned>(p.key_tiles)),
+                threads, 5 * area * sizeof(T) + static_cast<std::size_t>(p.slots * edge + 32) * sizeof(float), p,
+                round.first_chunk);
         }
         launch_chunk_gradients(op, exec, p, round, round.first_chunk);
     }

@@ -44,7 +44,7 @@ struct Layout {
     static constexpr int state = 0, d_state = KT * tile_bytes, z = 2 * KT * tile_bytes, step = z + tile_bytes,
                          d_out = step + tile_bytes, stage_bytes = d_out + tile_bytes;
     static constexpr int bytes =
-        stages * stage_bytes + KT * 4 * static_cast<int>(sizeof(float)) + 2 * stages * static_cast<int>(sizeof(Barrier));
+        stages * stage_bytes + KT * 4 * static_cast<int>(sizeof(float)) + static_cast<int>(sizeof(pipeline::Ring<stages>));
 };
 
 // A chunk's states in the order in which they are taken: those that enter, then, where its values meet none of them, what
@@ -92,26 +92,18 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     unsigned char* const memory = tile::shared_memory();
     float* const warp_sums = reinterpret_cast<float*>(memory + stages * L::stage_bytes);  // [K tiles, 4]
-    Barrier* const filled = reinterpret_cast<Barrier*>(warp_sums + KT * 4);
-    Barrier* const empty = filled + stages;
+    auto& ring = *reinterpret_cast<pipeline::Ring<stages>*>(warp_sums + KT * 4);
     // Finite from the start: what is not copied is multiplied by zeros, or not used.
     for (int i = static_cast<int>(threadIdx.x); i < stages * L::stage_bytes / 16; i += (KT + 1) * 128)
         reinterpret_cast<Pack<float, 4>*>(memory)[i] = {};
     warpgroup::fence_tiles();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < stages; ++i) {
-            pipeline::initialize(filled + i, 1 + pipeline::arrivals_of_warp);
-            pipeline::initialize(empty + i, KT * 4 * pipeline::arrivals_of_warp);
-        }
+        ring.initialize(KT * 4, 1 + pipeline::arrivals_of_warp);
         fence_barriers();
     }
     __syncthreads();
     pipeline::Position<stages> at;
-    // Lanes go on together: one that lags could miss a phase.
-    const auto acquire = [&] {
-        pipeline::wait(empty + at.stage, at.turn ^ 1);
-        __syncwarp();
-    };
+    const auto acquire = [&] { pipeline::wait_as_warp(ring.free + at.stage, at.turn ^ 1); };
 
     if (warp >= KT * 4) {
         release_registers<40>();
@@ -136,7 +128,7 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                     for (int vt = 0; vt < VT; ++vt) {
                         constexpr int operand = KT * L::tile_bytes;
                         unsigned char* const stage = memory + at.stage * L::stage_bytes;
-                        Barrier* const full = filled + at.stage;
+                        Barrier* const full = ring.filled + at.stage;
                         acquire();
                         if (lane == 0) {
                             arrive_expecting(full, (enters ? operand : 0) + (moves ? operand + L::tile_bytes : 0) +
@@ -179,7 +171,7 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                                 reinterpret_cast<Pack<float, 4>*>(stage + L::z)[i] = {};
                         }
                         warpgroup::fence_tiles();
-                        pipeline::arrive_as_warp(filled + at.stage);
+                        pipeline::arrive_as_warp(ring.filled + at.stage);
                         at.advance();
                     }
                 },
@@ -214,7 +206,7 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                 const unsigned char* const stage = memory + at.stage * L::stage_bytes;
                 const auto tile_at = [&](int offset) { return reinterpret_cast<const bf16*>(stage + offset); };
                 const bf16 *const state = tile_at(L::state) + kt * area, *const d_state = tile_at(L::d_state) + kt * area;
-                pipeline::wait(filled + at.stage, at.turn);
+                ring.wait(at);
                 fence_products(read);
                 fence_products(d_start);
                 fence_products(d_left);
@@ -240,8 +232,7 @@ __global__ void __launch_bounds__((KT + 1) * 128, 1) state_flow(const Flow p) {
                 hold(read);
                 hold(d_start);
                 hold(d_left);
-                pipeline::arrive_as_warp(empty + at.stage);
-                at.advance();
+                ring.release(at);
             }
             if (!enters) return;
             float sums[2] = {}, scales[2] = {1.0f, 1.0f};

@@ -410,12 +410,7 @@ __device__ __forceinline__ void fill_tiles(const Walk& p, unsigned char* stage, 
         copy_bulk(stage + to, from + id * KT * area, L::operand_bytes, full + part);
     };
 
-    // Lanes go on together: one that lags could miss a phase.
-    const auto acquire = [&](Part part) {
-        pipeline::wait(free + part, turn);
-        __syncwarp();
-    };
-    acquire(keys);
+    pipeline::wait_as_warp(free + keys, turn);
     if (lane == 0) {
         const bool used = step.moves() && (step.exists() || purpose == Purpose::gradients);
         arrive_expecting(full + keys, used ? L::operand_bytes : 0);
@@ -423,7 +418,7 @@ __device__ __forceinline__ void fill_tiles(const Walk& p, unsigned char* stage, 
         if (used && purpose != Purpose::gradients) copy(L::key_start, p.key_start, keys);
     }
 
-    acquire(readers);
+    pipeline::wait_as_warp(free + readers, turn);
     if (lane == 0) {
         unsigned char* const numbers = stage + L::numbers(consumers);
         *reinterpret_cast<Step*>(numbers + L::step) = step;
@@ -444,7 +439,7 @@ __device__ __forceinline__ void fill_tiles(const Walk& p, unsigned char* stage, 
         }
     }
 
-    acquire(updates);
+    pipeline::wait_as_warp(free + updates, turn);
     if (lane == 0) {
         if constexpr (purpose == Purpose::gradients) {
             arrive_expecting(full + updates, 2 * L::operand_bytes);
@@ -468,8 +463,7 @@ __device__ __forceinline__ void fill_rows(const Walk& p, unsigned char* stage, B
         purpose == Purpose::gradients ? step.reads() : step.enters() || (purpose == Purpose::outputs && step.inside());
     float* const numbers = reinterpret_cast<float*>(stage + L::numbers(consumers));
 
-    pipeline::wait(free + readers, turn);
-    __syncwarp();
+    pipeline::wait_as_warp(free + readers, turn);
     if (loads) {
 #pragma unroll 1
         for (int i = 0; i < consumers; ++i)

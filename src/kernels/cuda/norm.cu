@@ -229,14 +229,7 @@ __device__ __forceinline__ float row_sum(float value, float* scratch, int turn) 
 }
 
 template <class T>
-struct RowVector {
-    Pack<T, wide> pack;
-    __device__ __forceinline__ void fetch(const T* from) { pack = *reinterpret_cast<const Pack<T, wide>*>(from); }
-    __device__ __forceinline__ void get(float (&to)[wide]) const {
-#pragma unroll
-        for (int i = 0; i < wide; ++i) to[i] = convert<float>(pack.values[i]);
-    }
-};
+using RowVector = Pack<T, wide>;
 
 template <class T, class S, NormGate gate>
 __global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(RmsNorm args) {
@@ -251,20 +244,20 @@ __global__ void __launch_bounds__(most_row_threads) rms_norm_forward_row_kernel(
     if (owns) load(w, static_cast<const float*>(args.weight) + offset);
     RowVector<T> next_x{}, next_z{};
     RowVector<S> next_residual{};
-    const auto fetch = [&](std::int64_t row) {
+    const auto fetch_row = [&](std::int64_t row) {
         if (!owns || row >= args.rows) return;
-        if (x != nullptr) next_x.fetch(x + row * args.x_stride + offset);
-        if (residual != nullptr) next_residual.fetch(residual + row * args.width + offset);
-        if constexpr (gate != NormGate::none) next_z.fetch(z + row * args.z_stride);
+        if (x != nullptr) next_x = fetch<wide>(x + row * args.x_stride + offset);
+        if (residual != nullptr) next_residual = fetch<wide>(residual + row * args.width + offset);
+        if constexpr (gate != NormGate::none) next_z = fetch<wide>(z + row * args.z_stride);
     };
-    fetch(blockIdx.x);
+    fetch_row(blockIdx.x);
     int turn = 0;
     for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
         float u[wide], r[wide], activation[wide];
-        next_x.get(u);
-        next_residual.get(r);
-        next_z.get(activation);
-        fetch(row + gridDim.x);
+        unpack(u, next_x);
+        unpack(r, next_residual);
+        unpack(activation, next_z);
+        fetch_row(row + gridDim.x);
         if (residual != nullptr && owns) {
 #pragma unroll
             for (int i = 0; i < wide; ++i) u[i] += r[i];
@@ -303,29 +296,29 @@ __global__ void __launch_bounds__(most_row_threads) rms_norm_backward_row_kernel
     if (owns) load(w, static_cast<const float*>(args.weight) + offset);
     RowVector<S> next_u{}, next_dsum{};
     RowVector<T> next_dy{}, next_z{};
-    const auto fetch = [&](std::int64_t row) {
+    const auto fetch_row = [&](std::int64_t row) {
         if (!owns || row >= args.rows) return;
-        next_u.fetch(u_all + row * args.u_stride);
-        next_dy.fetch(dy_all + row * args.width);
-        if constexpr (gate != NormGate::none) next_z.fetch(z_all + row * args.z_stride);
-        if (dsum_all != nullptr) next_dsum.fetch(dsum_all + row * args.width + offset);
+        next_u = fetch<wide>(u_all + row * args.u_stride);
+        next_dy = fetch<wide>(dy_all + row * args.width);
+        if constexpr (gate != NormGate::none) next_z = fetch<wide>(z_all + row * args.z_stride);
+        if (dsum_all != nullptr) next_dsum = fetch<wide>(dsum_all + row * args.width + offset);
     };
-    fetch(blockIdx.x);
+    fetch_row(blockIdx.x);
     int turn = 0;
     for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
         const float scale = rstd[row * args.groups];
         float u[wide], d[wide], activation[wide], later[wide], slope[wide];
-        next_u.get(u);
-        next_dy.get(d);
-        next_z.get(activation);
-        next_dsum.get(later);
-        fetch(row + gridDim.x);
+        unpack(u, next_u);
+        unpack(d, next_dy);
+        unpack(activation, next_z);
+        unpack(later, next_dsum);
+        fetch_row(row + gridDim.x);
         // activation becomes silu(z), slope its derivative
         if constexpr (gate != NormGate::none) {
 #pragma unroll
             for (int i = 0; i < wide; ++i) {
                 const float s = sigmoid_of(activation[i]);
-                slope[i] = s * (1.0f + activation[i] * (1.0f - s));
+                slope[i] = silu_slope(activation[i], s);
                 activation[i] *= s;
             }
         }
@@ -504,9 +497,6 @@ void rms_norm_backward(const Exec& exec, const RmsNormBackward& args) {
             FENWICK_CHECK(shared_bytes <= 200 * 1024,
                           "[rms_norm] a group of {} elements is too wide for CUDA (at most 51200)", slice);
             const auto kernel = args.stream ? rms_norm_backward_kernel<T, float, v()> : rms_norm_backward_kernel<T, T, v()>;
-            if (shared_bytes > 40 * 1024)  // with the kernel's own arrays, 48 KiB need no leave
-                FENWICK_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                        static_cast<int>(shared_bytes)));
             // The cut into row blocks depends on the shape alone, so that sums repeat on every card.
             const std::int64_t wanted = std::max<std::int64_t>(ceil_div(2048, args.groups), 64);
             const std::int64_t rows_per_block = round_up(std::max<std::int64_t>(ceil_div(args.rows, wanted), 1), teams);

@@ -73,6 +73,12 @@ __device__ __forceinline__ void arrive_as_warp(Barrier* barrier) {
     if (arrivals_of_warp > 1 || threadIdx.x % 32 == 0) arrive(barrier);
 }
 
+// Lanes go on together: one that lags could miss a phase.
+__device__ __forceinline__ void wait_as_warp(const Barrier* barrier, int parity) {
+    wait(barrier, parity);
+    __syncwarp();
+}
+
 // A value that is the same for all lanes of a warp, so that the compiler knows it: what hangs on it (the place in a ring,
 // wgmma's descriptors) then lives in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
+#include <span>
 #include <vector>
 
-#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/tables.cuh"
 
 namespace fenwick::kernels::cuda {
 
@@ -50,30 +50,26 @@ struct DocumentCursor {
     }
 };
 
-// A device copy of a short table of the host. Every layer asks for the same ones, so the last few are kept: a training step on
-// packed documents copies each table once.
-inline std::shared_ptr<const Buffer> table_on_device(const Exec& exec, const std::int64_t* values, std::size_t count) {
-    struct Entry {
-        std::vector<std::int64_t> values;
-        std::shared_ptr<const Buffer> buffer;
-    };
-    constexpr std::size_t kept = 16;
-    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
-    static auto& mutex = *new std::mutex;
-    static auto& cache = *new std::vector<Entry>;  // most recent last
-    const std::lock_guard lock(mutex);
-    const auto found = std::find_if(cache.rbegin(), cache.rend(), [&](const Entry& entry) {
-        return entry.buffer->device() == exec.device && std::equal(entry.values.begin(), entry.values.end(), values, values + count);
-    });
-    if (found != cache.rend()) {
-        std::rotate(found.base() - 1, found.base(), cache.end());
-        return cache.back().buffer;
-    }
-    if (cache.size() == kept) cache.erase(cache.begin());
-    auto buffer = std::make_shared<const Buffer>(workspace(exec, static_cast<std::int64_t>(count * sizeof(std::int64_t))));
-    copy_bytes(exec.device, buffer->data(), cpu_device, values, buffer->bytes());
-    cache.push_back({{values, values + count}, buffer});
-    return buffer;
+// A device copy of a short table of the host.
+struct DeviceTable {
+    std::vector<std::int64_t> values;
+    Device device;
+    Buffer memory;
+    const std::int64_t* data = nullptr;
+};
+inline std::shared_ptr<const DeviceTable> table_on_device(const Exec& exec, std::span<const std::int64_t> values) {
+    return recent<DeviceTable>(
+        16, [&](const DeviceTable& table) { return table.device == exec.device && std::ranges::equal(table.values, values); },
+        [&] {
+            auto table = std::make_shared<DeviceTable>();
+            table->values.assign(values.begin(), values.end());
+            table->device = exec.device;
+            Arena arena;
+            arena.add(&table->data, values);
+            arena.allocate(exec);
+            table->memory = arena.release();
+            return table;
+        });
 }
 
 // Keep it until the kernels that use it are queued.
@@ -89,13 +85,13 @@ public:
             view_.length = length;
             return;
         }
-        offsets_ = table_on_device(exec, sequences.offsets, static_cast<std::size_t>(sequences.count + 1));
-        view_.offsets = offsets_->as<std::int64_t>();
+        offsets_ = table_on_device(exec, offsets_of(sequences));
+        view_.offsets = offsets_->data;
     }
     const DeviceSequences& view() const { return view_; }
 
 private:
-    std::shared_ptr<const Buffer> offsets_;
+    std::shared_ptr<const DeviceTable> offsets_;
     DeviceSequences view_;
 };
 

@@ -66,13 +66,13 @@ public:
         for (std::int64_t i = 0; i < sequences.count; ++i)
             first[static_cast<std::size_t>(i) + 1] = first[static_cast<std::size_t>(i)] + ceil_div(sequences.length(i), size);
         tiles_.count = first.back();
-        first_ = table_on_device(exec, first.data(), first.size());
-        tiles_.first_tile = first_->as<std::int64_t>();
+        first_ = table_on_device(exec, first);
+        tiles_.first_tile = first_->data;
     }
     const Tiles& view() const { return tiles_; }
 
 private:
-    std::shared_ptr<const Buffer> first_;
+    std::shared_ptr<const DeviceTable> first_;
     Tiles tiles_;
 };
 
@@ -672,20 +672,13 @@ __global__ void attention_cached_kernel(const SoftmaxAttentionCached args) {
 
 // ---- launches ------------------------------------------------------------------------------------------------------------------
 
-template <class Kernel>
-void allow_shared_memory(Kernel kernel, std::size_t bytes) {
-    FENWICK_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-}
-
 // Calls fn(std::integral_constant<int, D>) with the tile width for a head of `width`; false where the tensor-core kernels do
 // not fit: another dtype or width, rows that are not aligned to 16 bytes, or a GPU without wgmma.
 template <class F>
 bool with_tile_width(const Exec& exec, DType dtype, std::int64_t width, std::initializer_list<std::int64_t> strides,
                      std::initializer_list<const void*> pointers, F&& fn) {
-    if (dtype != DType::bfloat16 || width > 128 || width % 8 != 0 || !can_use_wide(strides, pointers)) return false;
-    int major = 0;
-    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
-    if (major != 9) return false;
+    if (dtype != DType::bfloat16 || width > 128 || width % 8 != 0 || !can_use_wide(strides, pointers) || !is_hopper(exec))
+        return false;
     if (width <= 64)
         fn(std::integral_constant<int, 64>{});
     else if (width <= 96)
@@ -748,7 +741,6 @@ void softmax_attention_forward(const Exec& exec, const SoftmaxAttention& args) {
             p.o = static_cast<Bfloat16*>(args.o);
             p.lse = static_cast<float*>(args.lse);
             constexpr std::size_t bytes = 1024 + (block_rows + 4 * 128) * D * 2;
-            allow_shared_memory(attention_forward_kernel<D>, bytes);
             launch("softmax_attention", exec, attention_forward_kernel<D>, dim3(grid_x(p.tiles.count), heads), block_threads, bytes, p);
         });
     if (done) return;
@@ -758,7 +750,6 @@ void softmax_attention_forward(const Exec& exec, const SoftmaxAttention& args) {
         p.o = static_cast<T*>(args.o);
         p.lse = static_cast<float*>(args.lse);
         const std::size_t bytes = static_cast<std::size_t>(2 * simple_tile * (p.width + 1) + simple_warps * p.width) * sizeof(float);
-        allow_shared_memory(attention_forward_simple<T>, bytes);
         launch("softmax_attention", exec, attention_forward_simple<T>, dim3(grid_x(p.tiles.count), heads), simple_warps * 32, bytes, p);
     });
 }
@@ -801,8 +792,6 @@ void softmax_attention_backward(const Exec& exec, const SoftmaxAttentionBackward
             p.dk = static_cast<Bfloat16*>(args.dk);
             p.dv = static_cast<Bfloat16*>(args.dv);
             constexpr std::size_t bytes = 1024 + (2 * block_rows + 4 * 64) * D * 2;
-            allow_shared_memory(attention_dkv_kernel<D>, bytes);
-            allow_shared_memory(attention_dq_kernel<D>, bytes);
             launch("softmax_attention", exec, attention_dkv_kernel<D>, dim3(grid_x(p.tiles.count), groups), block_threads, bytes, p);
             launch("softmax_attention", exec, attention_dq_kernel<D>, dim3(grid_x(p.tiles.count), heads), block_threads, bytes, p);
         });
@@ -821,8 +810,6 @@ void softmax_attention_backward(const Exec& exec, const SoftmaxAttentionBackward
         p.dv = static_cast<T*>(args.dv);
         const std::size_t bytes =
             static_cast<std::size_t>(2 * simple_tile * (p.width + 1) + 2 * simple_warps * p.width) * sizeof(float);
-        allow_shared_memory(attention_dkv_simple<T>, bytes);
-        allow_shared_memory(attention_dq_simple<T>, bytes);
         launch("softmax_attention", exec, attention_dkv_simple<T>, dim3(grid_x(p.tiles.count), groups), simple_warps * 32, bytes, p);
         launch("softmax_attention", exec, attention_dq_simple<T>, dim3(grid_x(p.tiles.count), heads), simple_warps * 32, bytes, p);
     });

@@ -20,14 +20,13 @@
 #include "kernels/ssd.h"
 
 #include <algorithm>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "kernels/cuda/ssd_forward.cuh"
 #include "kernels/cuda/ssd_pipelined_backward.cuh"
 #include "kernels/cuda/ssd_problem.cuh"
+#include "kernels/cuda/tables.cuh"
 
 namespace fenwick::kernels::cuda {
 namespace {
@@ -1278,96 +1277,24 @@ std::shared_ptr<const Layout> make_layout(const Exec& exec, const Sequences& seq
     layout->jobs = static_cast<int>(jobs.size());
     // Long ones first: the short ones fill the gaps at the end.
     std::stable_sort(jobs.begin(), jobs.end(), [](const BucketJob& a, const BucketJob& b) { return a.tiles > b.tiles; });
-    const std::size_t sizes[4] = {tiles.size() * sizeof(TileInfo), slots.size() * sizeof(SlotInfo),
-                                  documents.size() * sizeof(DocumentInfo), jobs.size() * sizeof(BucketJob)};
-    std::size_t starts[4], total = 0;
-    for (int i = 0; i < 4; ++i) {
-        starts[i] = total;
-        total += static_cast<std::size_t>(round_up(static_cast<std::int64_t>(sizes[i]), 256));
-    }
-    layout->memory = workspace(exec, static_cast<std::int64_t>(total));
-    auto* base = layout->memory.as<unsigned char>();
-    const void* sources[4] = {tiles.data(), slots.data(), documents.data(), jobs.data()};
-    // Pageable host memory is staged before the call returns.
-    for (int i = 0; i < 4; ++i)
-        FENWICK_CUDA_CHECK(cudaMemcpyAsync(base + starts[i], sources[i], sizes[i], cudaMemcpyHostToDevice, stream_of(exec)));
-    layout->tile_info = reinterpret_cast<const TileInfo*>(base + starts[0]);
-    layout->slot_info = reinterpret_cast<const SlotInfo*>(base + starts[1]);
-    layout->document_info = reinterpret_cast<const DocumentInfo*>(base + starts[2]);
-    layout->bucket_jobs = reinterpret_cast<const BucketJob*>(base + starts[3]);
+    Arena tables;
+    tables.add(&layout->tile_info, std::span<const TileInfo>(tiles));
+    tables.add(&layout->slot_info, std::span<const SlotInfo>(slots));
+    tables.add(&layout->document_info, std::span<const DocumentInfo>(documents));
+    tables.add(&layout->bucket_jobs, std::span<const BucketJob>(jobs));
+    tables.allocate(exec);
+    layout->memory = tables.release();
     return layout;
 }
 
 std::shared_ptr<const Layout> layout_of(const Exec& exec, const Sequences& sequences, bool log_linear) {
-    constexpr std::size_t kept = 8;
-    // Never destroyed: at process exit the CUDA runtime may be gone before static objects.
-    static auto& mutex = *new std::mutex;
-    static auto& cache = *new std::vector<std::shared_ptr<const Layout>>;  // most recent last
-    const std::lock_guard lock(mutex);
-    for (std::size_t i = cache.size(); i-- > 0;) {
-        const auto entry = cache[i];
-        if (entry->device == exec.device && entry->log_linear == log_linear &&
-            static_cast<std::int64_t>(entry->offsets.size()) == sequences.count + 1 &&
-            std::equal(entry->offsets.begin(), entry->offsets.end(), sequences.offsets)) {
-            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(i));
-            cache.push_back(entry);
-            return entry;
-        }
-    }
-    if (cache.size() == kept) cache.erase(cache.begin());
-    cache.push_back(make_layout(exec, sequences, log_linear));
-    return cache.back();
-}
-
-// Carves the workspace of one call: first the sizes, then the pointers.
-class Arena {
-public:
-    template <class E>
-    void add(E** pointer, std::int64_t count) {
-        entries_.push_back({[pointer](void* at) { *pointer = static_cast<E*>(at); }, total_});
-        total_ += round_up(count * static_cast<std::int64_t>(sizeof(E)), 256);
-    }
-    void allocate(const Exec& exec, MemoryKind kind = MemoryKind::workspace) {
-        buffer_ = Buffer(exec.device, static_cast<std::size_t>(total_), kind);
-        place(buffer_);
-    }
-    // Into memory that another arena of the same sizes has allocated.
-    void place(const Buffer& buffer) const {
-        for (auto& entry : entries_) entry.set(buffer.as<unsigned char>() + entry.offset);
-    }
-    Buffer release() { return std::move(buffer_); }
-
-private:
-    struct Entry {
-        std::function<void(void*)> set;
-        std::int64_t offset;
-    };
-    std::vector<Entry> entries_;
-    std::int64_t total_ = 0;
-    Buffer buffer_;
-};
-
-// launch() with the dynamic shared memory limit raised.
-template <class... Parameters, class... Arguments>
-void launch_blocks(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, int block_threads,
-                   std::size_t shared_bytes, Arguments&&... arguments) {
-    if (shared_bytes > 48 * 1024)
-        FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                static_cast<int>(shared_bytes)));
-    launch(op, exec, kernel, grid, dim3(static_cast<unsigned>(block_threads)), shared_bytes,
-           std::forward<Arguments>(arguments)...);
-}
-template <class... Parameters, class... Arguments>
-void launch_tiles(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid, std::size_t shared_bytes,
-                  Arguments&&... arguments) {
-    launch_blocks(op, exec, kernel, grid, threads, shared_bytes, std::forward<Arguments>(arguments)...);
-}
-
-bool is_wide(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
-    for (auto value : multiples)
-        if (value * static_cast<std::int64_t>(size) % 16 != 0) return false;
-    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+    return recent<Layout>(
+        8,
+        [&](const Layout& layout) {
+            return layout.device == exec.device && layout.log_linear == log_linear &&
+                   std::ranges::equal(layout.offsets, offsets_of(sequences));
+        },
+        [&] { return make_layout(exec, sequences, log_linear); });
 }
 
 bool is_paired(std::size_t size, const void* pointer, std::initializer_list<std::int64_t> multiples) {
@@ -1392,14 +1319,11 @@ int slices_of(const Problem<T>& p, int blocks, std::int64_t enough) {
         std::clamp<std::int64_t>(ceil_div(enough, static_cast<std::int64_t>(blocks) * p.groups), 1, p.heads / p.groups));
 }
 
-// Whether the kernels of ssd_pipelined.cuh do. They are made for Hopper: 227 KB of shared memory a block.
+// Whether the kernels of ssd_pipelined.cuh do. They are made for Hopper.
 constexpr std::size_t largest_shared = 227 * 1024;
 template <class T>
 bool fits_pipelined(const Exec& exec, const Problem<T>& p) {
-    if (p.key_tiles > 2 || !p.wide_q || !p.wide_k || !p.wide_v || !p.wide_state) return false;
-    int major = 0;
-    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
-    return major == 9;
+    return p.key_tiles <= 2 && p.wide_q && p.wide_k && p.wide_v && p.wide_state && is_hopper(exec);
 }
 
 template <class T, class Args>
@@ -1502,19 +1426,18 @@ void launch_outer_products(const char* op, const Exec& exec, const Problem<T>& p
                 const dim3 grid(static_cast<unsigned>(jobs), static_cast<unsigned>(p.groups * sliced.slices), value_tiles);
                 if constexpr (Reader) {
                     static_assert(bucket_teams == state_teams);
-                    launch_blocks(op, exec, bucket_gradients<KT>, grid, bucket_threads, bucket_gradient_shared<KT>(),
-                                  sliced);
+                    launch(op, exec, bucket_gradients<KT>, grid, bucket_threads, bucket_gradient_shared<KT>(), sliced);
                 } else {
-                    launch_blocks(op, exec, chunk_states<KT>, grid, state_threads, chunk_state_shared<KT>(), sliced);
+                    launch(op, exec, chunk_states<KT>, grid, state_threads, chunk_state_shared<KT>(), sliced);
                 }
             });
         }
     }
     dispatch_key_tiles(p.key_tiles, [&](auto kt) {
         constexpr int KT = kt();
-        launch_tiles(op, exec, outer_products<T, KT, Reader>,
-                     dim3(static_cast<unsigned>(jobs) * static_cast<unsigned>(p.heads), value_tiles),
-                     2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
+        launch(op, exec, outer_products<T, KT, Reader>,
+               dim3(static_cast<unsigned>(jobs) * static_cast<unsigned>(p.heads), value_tiles), threads,
+               2 * (KT + 1) * area * sizeof(T) + 2 * edge * sizeof(float), p);
     });
 }
 
@@ -1523,9 +1446,9 @@ template <class T>
 void build_states(const char* op, const Exec& exec, const Problem<T>& p) {
     const auto tiles = static_cast<unsigned>(p.tiles);
     const auto heads = static_cast<unsigned>(p.heads);
-    launch_tiles(op, exec, tile_decays<T>, dim3(tiles, blocks_for(p.heads, decay_heads)), 0, p);
-    launch_tiles(op, exec, decay_positions<T>,
-                 dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)), 0, p);
+    launch(op, exec, tile_decays<T>, dim3(tiles, blocks_for(p.heads, decay_heads)), threads, 0, p);
+    launch(op, exec, decay_positions<T>, dim3(blocks_for(static_cast<std::int64_t>(p.documents) * p.heads, threads / 32)),
+           threads, 0, p);
     if (p.slots == p.documents) return;  // one chunk a document: nobody reads a state
     launch_outer_products<false>(op, exec, p, p.slots);
     const FlatGrid flat = flat_grid(p);
@@ -1563,7 +1486,7 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
                 const auto launch_outputs = [&](auto kernel, std::size_t shared_bytes) {
                     if (shared_bytes > largest_shared)
                         return false;  // scales of more levels than any memory holds tokens for
-                    launch_blocks(op, exec, kernel, grid, pipelined_threads, shared_bytes, sliced);
+                    launch(op, exec, kernel, grid, pipelined_threads, shared_bytes, sliced);
                     return true;
                 };
                 bool done = false;
@@ -1576,10 +1499,10 @@ void ssd_forward(const Exec& exec, const Ssd& args) {
                 if (done) return;
             }
         }
-        launch_tiles(op, exec, outputs<T>,
-                     dim3(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.groups * p.slices),
-                          static_cast<unsigned>(p.value_tiles)),
-                     output_shared(p.key_tiles, p.max_live, sizeof(T)), p);
+        launch(op, exec, outputs<T>,
+               dim3(static_cast<unsigned>(p.tiles), static_cast<unsigned>(p.groups * p.slices),
+                    static_cast<unsigned>(p.value_tiles)),
+               threads, output_shared(p.key_tiles, p.max_live, sizeof(T)), p);
     });
 }
 
@@ -1650,17 +1573,17 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             });
         }
         const auto general = [&] {
-            launch_tiles(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks),
-                         score_gradient_shared(sizeof(T)), p);
-            launch_tiles(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks),
-                         score_gradient_shared(sizeof(T)), p);
+            launch(op, exec, score_gradients<T, true>, dim3(tile_blocks, slice_blocks), threads,
+                   score_gradient_shared(sizeof(T)), p);
+            launch(op, exec, score_gradients<T, false>, dim3(2 * tile_blocks, slice_blocks), threads,
+                   score_gradient_shared(sizeof(T)), p);
             dispatch_key_tiles(p.key_tiles, [&](auto kt) {
                 constexpr int KT = kt();
                 const int buffers = query_gradient_shared(KT, p.value_tiles, 2, p.max_live, sizeof(T)) > 200 * 1024 ? 1 : 2;
-                launch_tiles(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
-                             query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
-                launch_tiles(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks),
-                             key_gradient_shared(KT, sizeof(T)), p);
+                launch(op, exec, query_gradients<T, KT>, dim3(tile_blocks, slice_blocks), threads,
+                       query_gradient_shared(KT, p.value_tiles, buffers, p.max_live, sizeof(T)), p, buffers);
+                launch(op, exec, key_gradients<T, KT>, dim3(tile_blocks, slice_blocks), threads,
+                       key_gradient_shared(KT, sizeof(T)), p);
             });
         };
         if constexpr (std::is_same_v<T, tile::bf16>) {
@@ -1668,15 +1591,15 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
                 const dim3 pairs(static_cast<unsigned>(consumers * p.slots), slice_blocks);
                 dispatch_pipelined(p.key_tiles, [&](auto kt) {
                     constexpr int KT = kt();
-                    launch_blocks(op, exec, pipelined_score_gradients<KT, true>, pairs, score_threads<true>,
-                                  pipelined_score_gradient_shared<true>(), p);
-                    launch_blocks(op, exec, pipelined_score_gradients<KT, false>,
-                                  dim3(static_cast<unsigned>(p.slots), slice_blocks), score_threads<false>,
-                                  pipelined_score_gradient_shared<false>(), p);
-                    launch_blocks(op, exec, pipelined_query_gradients<KT>, pairs, pipelined_threads,
-                                  pipelined_query_gradient_shared<KT>(p.all_levels), p);
-                    launch_blocks(op, exec, pipelined_key_gradients<KT>, pairs, pipelined_threads,
-                                  pipelined_key_gradient_shared<KT>(), p);
+                    launch(op, exec, pipelined_score_gradients<KT, true>, pairs, score_threads<true>,
+                           pipelined_score_gradient_shared<true>(), p);
+                    launch(op, exec, pipelined_score_gradients<KT, false>,
+                           dim3(static_cast<unsigned>(p.slots), slice_blocks), score_threads<false>,
+                           pipelined_score_gradient_shared<false>(), p);
+                    launch(op, exec, pipelined_query_gradients<KT>, pairs, pipelined_threads,
+                           pipelined_query_gradient_shared<KT>(p.all_levels), p);
+                    launch(op, exec, pipelined_key_gradients<KT>, pairs, pipelined_threads,
+                           pipelined_key_gradient_shared<KT>(), p);
                 });
             } else {
                 general();
@@ -1685,17 +1608,17 @@ void ssd_backward(const Exec& exec, const SsdBackward& args) {
             general();
         }
         const dim3 finish(tile_blocks, group_blocks);
-        launch_tiles(op, exec, finish_gradients<T, true>, finish, 2 * tiles_per_chunk * area * sizeof(T), p);
-        launch_tiles(op, exec, finish_gradients<T, false>, finish, 2 * tiles_per_chunk * area * sizeof(T), p);
-        launch_tiles(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, blocks_for(heads, fold_heads)),
-                     fold_shared(p.levels), p);
+        launch(op, exec, finish_gradients<T, true>, finish, threads, 2 * tiles_per_chunk * area * sizeof(T), p);
+        launch(op, exec, finish_gradients<T, false>, finish, threads, 2 * tiles_per_chunk * area * sizeof(T), p);
+        launch(op, exec, fold_scale_gradients<T>, dim3(tile_blocks, blocks_for(heads, fold_heads)), threads,
+               fold_shared(p.levels), p);
         if (p.slots != p.documents) {
             if (p.log_linear)  // the linear scan's one bucket has no readers but the next chunk
-                launch_tiles(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), 0, p);
-            launch_tiles(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), 0, p);
+                launch(op, exec, sum_level_flow<T>, dim3(blocks_for(slots * heads, threads / 32)), threads, 0, p);
+            launch(op, exec, sum_flow<T>, dim3(blocks_for(slots * heads, threads)), threads, 0, p);
         }
-        launch_blocks(op, exec, decay_gradients<T>, dim3(static_cast<unsigned>(slots), blocks_for(heads, gradient_heads)),
-                      gradient_heads * 32, 0, p);
+        launch(op, exec, decay_gradients<T>, dim3(static_cast<unsigned>(slots), blocks_for(heads, gradient_heads)),
+               gradient_heads * 32, 0, p);
     });
 }
 

@@ -9,9 +9,11 @@ namespace fenwick::kernels::cuda::ssd_scan {
 
 using tile::area;
 using tile::edge;
+using tile::store_clipped;
 using tile::threads;
 using tile::Unscaled;
 using warpgroup::Accumulator;
+using warpgroup::wait_for_tiles;
 
 constexpr int tiles_per_chunk = 4;
 constexpr int tile_bits = 6;  // a tile is 2^6 tokens: levels 0..6 are inside it
@@ -54,7 +56,7 @@ struct Problem {
     int slices;      // of a group's heads
     int tiles, slots, documents;
     bool log_linear;
-    bool skip_last;  // nobody needs the states of documents' last chunks (outputs do not)
+    bool skip_last;                                   // nobody needs the states of documents' last chunks (outputs do not)
     bool wide_q, wide_k, wide_v, wide_o, wide_state;  // 16-byte copies
     bool paired_o, paired_dq, paired_dk, paired_dv;   // two neighbours may be accessed as one word
     std::int64_t q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride;
@@ -99,7 +101,6 @@ struct Problem {
     }
 };
 
-__device__ __forceinline__ int bits_of(int x) { return 32 - __clz(x); }
 __device__ __forceinline__ int trailing_ones(int x) { return __ffs(~x) - 1; }
 
 // Heads of one block: blockIdx.y counts the slices of all groups.
@@ -245,27 +246,6 @@ template <class T>
 __device__ __forceinline__ void load_state(const Problem<T>& p, T* to, const T* states, int slot, int h, int kt, int vt) {
     load_tile(to, states + p.state_at(slot, h) + static_cast<std::int64_t>(kt) * edge * p.value_width + vt * edge,
               p.value_width, p.key_width - kt * edge, p.value_width - vt * edge, p.wide_state);
-}
-__device__ __forceinline__ void wait_for_tiles() {
-    tile::wait_async<0>();
-    warpgroup::fence_tiles();
-    __syncthreads();
-}
-
-// Writes the accumulator into rows x cols elements of a row-major matrix.
-template <class T>
-__device__ __forceinline__ void store_clipped(Accumulator& acc, T* to, std::int64_t stride, int rows, int cols,
-                                              bool aligned) {
-    acc.for_pairs([&](int row, int col, float& a, float& b, int) {
-        if (row >= rows || col >= cols) return;
-        T* at = to + row * stride + col;
-        if (aligned) {
-            tile::store_pair(at, a, b);
-        } else {
-            at[0] = tile::from_float<T>(a);
-            if (col + 1 < cols) at[1] = tile::from_float<T>(b);
-        }
-    });
 }
 
 }  // namespace fenwick::kernels::cuda::ssd_scan

@@ -224,6 +224,21 @@ struct Accumulator {
     }
 };
 
+// Writes an accumulator, of this kind or a warpgroup's, into rows x cols elements of a row-major matrix.
+template <class T, class A>
+__device__ __forceinline__ void store_clipped(A& acc, T* to, std::int64_t stride, int rows, int cols, bool aligned) {
+    acc.for_pairs([&](int row, int col, float& a, float& b, int) {
+        if (row >= rows || col >= cols) return;
+        T* at = to + row * stride + col;
+        if (aligned) {
+            store_pair(at, a, b);
+        } else {
+            at[0] = from_float<T>(a);
+            if (col + 1 < cols) at[1] = from_float<T>(b);
+        }
+    });
+}
+
 // This thread's first row of an Accumulator, and which half of the columns its warp holds.
 __device__ __forceinline__ int first_row() { return threadIdx.x / 32 % 2 * 32 + threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int column_half() { return threadIdx.x / 64; }

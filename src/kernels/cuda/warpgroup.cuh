@@ -80,6 +80,15 @@ __device__ __forceinline__ void fence_tiles() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
+// Barrier behind writes to tiles that a product reads.
+__device__ __forceinline__ void synchronize_tiles() {
+    fence_tiles();
+    __syncthreads();
+}
+__device__ __forceinline__ void wait_for_tiles() {
+    tile::wait_async<0>();
+    synchronize_tiles();
+}
 
 // ---- the accumulator -------------------------------------------------------------------------------------------------
 // C[64, 64] over 128 threads: the fragment of wgmma m64n64. Thread (warp, lane) holds rows 16 warp + lane / 4 + {0, 8}
