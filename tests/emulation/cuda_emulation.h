@@ -51,6 +51,7 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 namespace emulation {
 inline int compute_capability = 9;  // its major number: kernels that need a newer GPU are not chosen
 }
+using cudaDeviceAttr = int;
 inline constexpr int cudaDevAttrComputeCapabilityMajor = 0, cudaDevAttrMultiProcessorCount = 1;
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
     // So few multiprocessors that blocks which stay take several units of work.

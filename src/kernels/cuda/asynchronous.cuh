@@ -55,6 +55,12 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* at) {
 __device__ __forceinline__ void fence_barriers() {
     FENWICK_ASYNCHRONOUS("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// Arrives as often as said.
+__device__ __forceinline__ void arrive(Barrier* barrier, int times) {
+    FENWICK_ASYNCHRONOUS(
+        "{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n}" ::"r"(shared_address(barrier)), "r"(times)
+        : "memory");
+}
 // Arrives; the phase also waits for this many bytes of bulk copies, which must be started behind it.
 __device__ __forceinline__ void arrive_expecting(Barrier* barrier, int bytes) {
     FENWICK_ASYNCHRONOUS(

@@ -20,18 +20,17 @@
 namespace fenwick::kernels::cuda {
 namespace {
 
+using asynchronous::arrive;
 using asynchronous::arrive_expecting;
 using asynchronous::copy_bulk;
 using asynchronous::copy_bulk_once;
-using pipeline::arrive;
 using pipeline::Barrier;
 using pipeline::initialize;
 using pipeline::wait;
 
 constexpr int warps = 8, pairs = warps / 2, workers = warps * 32;
-constexpr int producer_warp = warps, describer_warp = warps + 1, block_threads = (warps + 2) * 32;
+constexpr int block_threads = (warps + 2) * 32;  // and the producer, and who fetches descriptions
 constexpr int slots = 64;        // pieces in the ring; fewer lie between two points that all warps of a block pass
-constexpr int window = 40960;    // bytes under way
 constexpr int most_share = 8;    // units of a product a block: a warp finishes one
 constexpr int most_keys = 4096;  // of a product's input
 constexpr int most_squares = 4 * workers, most_groups = 64;
@@ -40,7 +39,6 @@ constexpr int state_columns = 4;  // of a unit of states
 constexpr int most_live = 32;     // levels that a token reads
 static_assert(most_live + 2 * most_share < slots);
 constexpr int shared_limit = 232448;
-constexpr std::uint32_t tag_mask = 3;
 
 enum class StepKind : int { embedding, product, ssd, gated_delta_rule };
 
@@ -86,6 +84,17 @@ struct Shared {
     Step steps[kept_steps];
 };
 
+__host__ __device__ inline const std::uint32_t* words_of(const float* x) {
+    return reinterpret_cast<const std::uint32_t*>(x);
+}
+
+// Other architectures' compilers need not see what is not launched there.
+#if defined(FENWICK_TILE_WGMMA) || !defined(__CUDA_ARCH__)
+#define FENWICK_DECODE_TOKEN
+constexpr int producer_warp = warps, describer_warp = warps + 1;
+constexpr int window = 40960;  // bytes under way
+constexpr std::uint32_t tag_mask = 3;
+
 // ---- words -----------------------------------------------------------------------------------------------------------
 struct Words {
     std::uint32_t word[4];
@@ -108,9 +117,6 @@ __device__ __forceinline__ float number(std::uint32_t word) { return __uint_as_f
 __device__ __forceinline__ void store_word(void* to, float x, std::uint32_t tag) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"((__float_as_uint(x) & ~tag_mask) | tag) : "memory");
 }
-__host__ __device__ inline const std::uint32_t* words_of(const float* x) {
-    return reinterpret_cast<const std::uint32_t*>(x);
-}
 // Whoever polls asks for all words before it looks at the first: an answer takes about half a microsecond.
 template <int N, class From>
 __device__ __forceinline__ void ask(std::uint32_t (&words)[N], From&& from) {
@@ -123,12 +129,6 @@ __device__ __forceinline__ bool are_of(const std::uint32_t (&words)[N], std::uin
 #pragma unroll
     for (int i = 0; i < N; ++i) all = all && is_of(words[i], tag);
     return all;
-}
-
-__device__ __forceinline__ void arrive(Barrier* barrier, int times) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(pipeline::address_of(barrier)),
-                 "r"(times)
-                 : "memory");
 }
 
 // Asks, and looks; at first after a while, since whoever asks too early or too often only keeps writers waiting
@@ -770,8 +770,11 @@ __device__ __forceinline__ void with_keys(std::int64_t key_width, Work&& work) {
     }
 }
 
+#endif
+
 __global__ void __launch_bounds__(block_threads, 1)
     decode_token_kernel(const DecodeToken a, const Stream* streams, const Step* steps, int ring_bytes) {
+#if defined(FENWICK_DECODE_TOKEN)
     unsigned char* const base = tile::shared_memory();
     Shared& s = *reinterpret_cast<Shared*>(base);
     auto* const streams_shared = reinterpret_cast<Stream*>(base + round_up(sizeof(Shared), 128));
@@ -850,6 +853,7 @@ __global__ void __launch_bounds__(block_threads, 1)
         }
         pipeline::arrive_as_warp(&s.step_free[slot]);
     }
+#endif
 }
 
 // ---- packing ---------------------------------------------------------------------------------------------------------
@@ -896,8 +900,7 @@ bool keys_are_known(std::int64_t key_width) {
 }  // namespace
 
 DecodeTokenLayout decode_token_layout(const Exec& exec, const DecodeTokenShape& shape) {
-    int major = 0;
-    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, exec.device.index));
+    const int major = dependent::attribute_of(exec, cudaDevAttrComputeCapabilityMajor);
     DecodeTokenLayout layout{.slices = 2, .added_slices = 4};
     const auto fits = [&](std::int64_t in, int slices) { return in <= most_keys && fragments_of(in, slices) > 0; };
     if (!fits(shape.mixed, 4) || !fits(shape.mlp, 4)) layout.added_slices = 2;

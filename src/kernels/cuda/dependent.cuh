@@ -9,9 +9,17 @@
 
 namespace fenwick::kernels::cuda::dependent {
 
+inline int attribute_of(const Exec& exec, cudaDeviceAttr attribute) {
+    int value = 0;
+    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, exec.device.index));
+    return value;
+}
+inline int multiprocessors(const Exec& exec) { return attribute_of(exec, cudaDevAttrMultiProcessorCount); }
+inline bool has_early_launches(const Exec& exec) { return attribute_of(exec, cudaDevAttrComputeCapabilityMajor) >= 9; }
+
 template <class... Parameters, class... Arguments>
-void launch_with(cudaLaunchAttribute attribute, const char* op, const Exec& exec, void (*kernel)(Parameters...), dim3 grid,
-                 dim3 block, std::size_t shared_bytes, Arguments&&... arguments) {
+void launch_with(const cudaLaunchAttribute* attribute, const char* op, const Exec& exec, void (*kernel)(Parameters...),
+                 dim3 grid, dim3 block, std::size_t shared_bytes, Arguments&&... arguments) {
     if (shared_bytes > 48 * 1024)
         FENWICK_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -21,8 +29,8 @@ void launch_with(cudaLaunchAttribute attribute, const char* op, const Exec& exec
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_of(exec);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = const_cast<cudaLaunchAttribute*>(attribute);
+    config.numAttrs = attribute != nullptr ? 1 : 0;
     const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
     if (status != cudaSuccess) [[unlikely]] {
         (void)cudaGetLastError();
@@ -37,7 +45,8 @@ void launch(const char* op, const Exec& exec, void (*kernel)(Parameters...), dim
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    launch_with(early, op, exec, kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
+    launch_with(has_early_launches(exec) ? &early : nullptr, op, exec, kernel, grid, block, shared_bytes,
+                std::forward<Arguments>(arguments)...);
 }
 // All blocks run at the same time, so that they may wait for each other.
 template <class... Parameters, class... Arguments>
@@ -46,18 +55,13 @@ void launch_together(const char* op, const Exec& exec, void (*kernel)(Parameters
     cudaLaunchAttribute together{};
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
-    launch_with(together, op, exec, kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
+    launch_with(&together, op, exec, kernel, grid, block, shared_bytes, std::forward<Arguments>(arguments)...);
 }
 
-inline int multiprocessors(const Exec& exec) {
-    int count = 0;
-    FENWICK_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index));
-    return count;
-}
-
-// Waits for the kernels queued before this one, then lets the next one begin.
+// Waits for the kernels queued before this one, then lets the next one begin. Before Hopper launches follow each other
+// anyway.
 __device__ __forceinline__ void wait_for_predecessor() {
-#if !defined(FENWICK_CUDA_EMULATION)
+#if !defined(FENWICK_CUDA_EMULATION) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
