@@ -507,7 +507,8 @@ void add_decode(CLI::App& bench) {
     command->add_flag("--no-graph", options->no_graph, "Queue every kernel by itself");
     command->add_flag("--separate", options->separate, "A launch an operator, even where a token can be one launch");
     command->add_flag("--operators", options->operators, "With separate launches; then the time of each kind, by itself");
-    command->add_flag("--plain", options->plain, "Decode through the operators of training");
+    command->add_flag("--plain", options->plain, "Decode through the operators of training")
+        ->excludes("--no-graph", "--separate", "--operators");
     command->add_option("--set", options->overrides, "Override a key (may be repeated)")->allow_extra_args(false)->take_all();
     options->measure.add_to(command);
 }

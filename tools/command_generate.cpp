@@ -120,7 +120,7 @@ void add_generate(CLI::App& app, const GlobalOptions&) {
     command->add_option("--top-p", options->options.sampling.top_p, "The fewest likeliest tokens whose probabilities reach p")
         ->check(number_from_to(1e-9, 1))
         ->capture_default_str();
-    command->add_option("--seed", options->options.sampling.seed, "Of the draws")->capture_default_str();
+    command->add_option("--seed", options->options.sampling.seed, "Of the draws")->check(number_from_to(0, 18446744073709551615.0))->capture_default_str();
     add_device_option(command, options->device);
     command->add_option("--dtype", options->dtype, "Of the weights: float32 or bfloat16 (default: as the model was trained; bfloat16 needs a GPU)")
         ->check(CLI::IsMember({"float32", "bfloat16"}));

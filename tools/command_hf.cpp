@@ -50,6 +50,7 @@ struct ImportCommand {
     std::string folder, output, tokenizer;
     std::optional<std::string> end_of_document;
     std::int64_t sequence_length = 2048;
+    bool overwrite = false;
 };
 
 void run_import(const ImportCommand& command, bool quiet) {
@@ -62,6 +63,8 @@ void run_import(const ImportCommand& command, bool quiet) {
     std::vector<std::string> inputs = {command.tokenizer};
     for (const auto& entry : fs::directory_iterator(command.folder)) inputs.push_back(entry.path().string());
     check_output(command.output, inputs);
+    FENWICK_CHECK(command.overwrite || !fs::exists(command.output),
+                  "{} exists already; name another place, or give --overwrite to replace it", command.output);
     std::string source = command.tokenizer;
     for (const char* name : {"tokenizer.model", "tokenizer.json"})
         if (source.empty() && fs::exists(fs::path(command.folder) / name)) source = (fs::path(command.folder) / name).string();
@@ -112,6 +115,7 @@ void add_import(CLI::App& app, const GlobalOptions& global) {
                                     [&global](const ImportCommand& given) { run_import(given, global.quiet); });
     command->add_option("folder", options->folder, "Folder with config.json and model.safetensors (or shards)")->required();
     command->add_option("--output,-o", options->output, "Checkpoint to write (.h5)")->required();
+    command->add_flag("--overwrite", options->overwrite, "Replace a file that stands at the output");
     command->add_option("--tokenizer", options->tokenizer,
                         "bytes, a SentencePiece .model, a tokenizer.json, or a file that holds the tokenizer (default: the "
                         "folder's tokenizer.model, else its tokenizer.json; without one bytes, if the model has 257 ids)");

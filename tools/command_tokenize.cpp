@@ -137,7 +137,7 @@ void add_tokenize(CLI::App& app, const GlobalOptions& global) {
         ->add_option("--valid-share", options.valid_share,
                      "Share of the documents, drawn at random, that are for validation")
         ->check(number_from_to(0, 1));
-    command->add_option("--valid-seed", options.valid_seed, "Of this draw")->capture_default_str();
+    command->add_option("--valid-seed", options.valid_seed, "Of this draw")->check(number_from_to(0, 18446744073709551615.0))->capture_default_str();
     command
         ->add_option("--shard-tokens", options.shard_tokens,
                      "A shard ends with the document that brings it to so many tokens")

@@ -99,7 +99,7 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
     auto options = std::make_shared<TrainOptions>();
     CLI::App* command = add_command(
         app, "train", "Pretrain a model as a YAML config says",
-        "fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100",
+        "fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.tokens=1000000",
         options, [&global](const TrainOptions& given) {
             std::vector<std::string> overrides = given.overrides;
             if (given.run_dir) {
@@ -125,7 +125,7 @@ void add_train(CLI::App& app, const GlobalOptions& global) {
             if (failed) throw Exit{2};  // every process ended in order, so that none is killed before it has spoken
             if (end.signal != 0) throw Exit{128 + end.signal};  // as a shell says it, so that scripts see that it is not finished
         });
-    command->footer(footer_text("fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.steps=100\n"
+    command->footer(footer_text("fenwick train configs/quickstart/log_linear_mamba2.yaml --set data.train=train.h5 --set train.tokens=1000000\n"
                                 "SIGINT and SIGTERM end the run after the current step with a checkpoint, exit code 130 or 143; a second one kills."));
     command->add_option("config", options->config, "YAML file; docs/configuration.md lists the keys")->required();
     command->add_option("--set", options->overrides, "Override a key: --set train.steps=100 (may be repeated)")

@@ -109,7 +109,8 @@ std::string reason_not_made(const std::string& path, std::error_code error) {
     if (error != std::errc::no_such_file_or_directory) return error.message();
     std::error_code ignored;
     const auto folder = std::filesystem::absolute(path, ignored).parent_path();
-    return std::filesystem::is_directory(folder, ignored) ? "no files can be made in " + folder.string() : "its folder does not exist";
+    return std::filesystem::is_directory(folder, ignored) ? "no files can be made in " + folder.string()
+                                                          : "its folder does not exist";
 }
 
 void make_folder(const std::string& path) {
@@ -143,8 +144,38 @@ void write_all(int descriptor, std::string_view bytes, std::string_view shown) {
 }
 }  // namespace
 
+namespace {
+
+// Where links at `path` lead in the end, whether anything is there or not.
+std::string target_of(const std::string& path) {
+    namespace fs = std::filesystem;
+    fs::path target = path;
+    std::error_code error;
+    for (int links = 0; links < 40 && fs::is_symlink(fs::symlink_status(target, error)); ++links) {
+        const fs::path next = fs::read_symlink(target, error);
+        if (error) break;
+        target = next.is_absolute() ? next : target.parent_path() / next;
+    }
+    return target.string();
+}
+bool is_device(const std::string& path) {
+    std::error_code error;
+    const auto status = std::filesystem::status(path, error);
+    return std::filesystem::exists(status) && !std::filesystem::is_regular_file(status) &&
+           !std::filesystem::is_directory(status);
+}
+
+}  // namespace
+
 void write_file_atomically(const std::string& path, std::string_view bytes) {
-    const std::string temporary = path + ".tmp";
+    if (is_device(path)) {  // there is nothing to replace
+        Descriptor descriptor(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+        FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", path, reason());
+        write_all(descriptor.get(), bytes, path);
+        FENWICK_CHECK(descriptor.close(), "{}: cannot be written: {}", path, reason());
+        return;
+    }
+    const std::string temporary = target_of(path) + ".tmp";
     Descriptor descriptor(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
     FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", path,
                   reason_not_made(path, {errno, std::generic_category()}));
@@ -162,18 +193,22 @@ void publish_file(const std::string& temporary, const std::string& path) {
         FENWICK_CHECK(descriptor.get() >= 0, "{}: {}", temporary, reason());
         FENWICK_CHECK(::fsync(descriptor.get()) == 0, "{}: cannot be synced to disk: {}", path, reason());
     }
-    FENWICK_CHECK(::rename(temporary.c_str(), path.c_str()) == 0, "{}: cannot be put in place: {}", path, reason());
+    FENWICK_CHECK(!is_device(path), "{} is a device, pipe or socket; name a regular file", path);
+    const std::string target = target_of(path);
+    FENWICK_CHECK(::rename(temporary.c_str(), target.c_str()) == 0, "{}: cannot be put in place: {}", path, reason());
     guard.disarm();
-    sync_folder_of(path);
+    sync_folder_of(target);
 }
 
-AppendFile::AppendFile(const std::string& path, std::int64_t bytes, std::string shown) : size_(bytes), shown_(std::move(shown)) {
+AppendFile::AppendFile(const std::string& path, std::int64_t bytes, std::string shown)
+    : size_(bytes), shown_(std::move(shown)) {
     Descriptor descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
     FENWICK_CHECK(descriptor.get() >= 0, "{}: cannot be written: {}", shown_, reason());
     struct stat status {};
     FENWICK_CHECK(::fstat(descriptor.get(), &status) == 0 && status.st_size >= bytes, "{} has {} bytes; {} are needed", path,
                   static_cast<std::int64_t>(status.st_size), bytes);
-    FENWICK_CHECK(status.st_size == bytes || ::ftruncate(descriptor.get(), bytes) == 0, "{}: cannot be written: {}", shown_, reason());
+    FENWICK_CHECK(status.st_size == bytes || ::ftruncate(descriptor.get(), bytes) == 0, "{}: cannot be written: {}", shown_,
+                  reason());
     descriptor_ = descriptor.release();
 }
 

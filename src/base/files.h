@@ -28,7 +28,8 @@ private:
 std::string read_file(const std::string& path);  // throws Error "PATH: no such file" and the like
 
 // Writes to "<path>.tmp", syncs, renames over `path`, syncs the folder. On failure removes the temporary file and
-// throws Error with the system's reason ("No space left on device"); what stood at `path` before stays.
+// throws Error with the system's reason ("No space left on device"); what stood at `path` before stays. Links are followed;
+// devices, pipes and sockets are written to as they are.
 void write_file_atomically(const std::string& path, std::string_view bytes);
 
 // Bytes of a regular file. Throws Error for what is missing, a folder, or a device, pipe or socket, which may never end.
@@ -38,15 +39,15 @@ std::int64_t size_of_file(const std::string& path);
 // whatever name, links included. Inputs that are not there are passed over.
 void check_output(const std::string& output, const std::vector<std::string>& inputs);
 
-// Why nothing can be made at `path`, from the system's reason: where that is "no such file", the folder is missing, or is one
-// (of /proc) in which no files can be made.
+// Why nothing can be made at `path`, from the system's reason: where that is "no such file", the folder is missing, or is
+// one (of /proc) in which no files can be made.
 std::string reason_not_made(const std::string& path, std::error_code error);
 
 // Makes a folder, and those above it, where it is not there. Throws Error.
 void make_folder(const std::string& path);
 
 // The second half of write_file_atomically for a file already written at `temporary` (an HDF5 checkpoint), or for a folder
-// where nothing stands at `path`.
+// where nothing stands at `path`. A device, pipe or socket at `path` is an Error.
 void publish_file(const std::string& temporary, const std::string& path);
 
 // A file that grows at its end. Throws Error with the system's reason, also from sync().

@@ -1,5 +1,9 @@
 #include "base/files.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -71,6 +75,30 @@ TEST(Files, SaysWhatIsWrong) {
     EXPECT_THAT(error_of([&] { write_file_atomically(folder / "d", "x"); }), HasSubstr("/d: cannot be put in place: "));
     EXPECT_EQ(error_of([&] { publish_file(folder / "none.tmp", folder / "none"); }), folder / "none.tmp" + std::string(": no such file"));
     EXPECT_EQ(folder.count(), 1u) << "no temporary file stays";
+}
+
+TEST(Files, LinksAreFollowedAndDevicesStay) {
+    test::TemporaryFolder folder;
+    write_file_atomically(folder / "file", "before");
+    std::filesystem::create_symlink("file", folder / "link");
+    std::filesystem::create_symlink(folder / "later", folder / "dangling");
+    write_file_atomically(folder / "link", "behind the link");
+    write_file_atomically(folder / "dangling", "made");
+    EXPECT_TRUE(std::filesystem::is_symlink(folder / "link") && std::filesystem::is_symlink(folder / "dangling"));
+    EXPECT_EQ(read_file(folder / "file"), "behind the link");
+    EXPECT_EQ(read_file(folder / "later"), "made");
+
+    const std::string pipe = folder / "pipe";
+    ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+    const int reader = ::open(pipe.c_str(), O_RDWR | O_NONBLOCK);
+    write_file_atomically(pipe, "through");
+    char text[16];
+    EXPECT_EQ(std::string(text, static_cast<std::size_t>(::read(reader, text, sizeof(text)))), "through");
+    ::close(reader);
+    write_file_atomically(folder / "temporary", "x");
+    EXPECT_EQ(error_of([&] { publish_file(folder / "temporary", pipe); }), pipe + " is a device, pipe or socket; name a regular file");
+    EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+    EXPECT_EQ(folder.count(), 5u) << "no temporary file stays";
 }
 
 TEST(Files, FullDiskKeepsWhatWasThere) {

@@ -223,7 +223,13 @@ TEST_F(Robustness, ImportFindsTheBytesTokenizerAndMakesNoFolder) {
     expect_refused("import " + path("bytes") + " -o " + path("missing/imported.h5"), "its folder does not exist");
     EXPECT_FALSE(std::filesystem::exists(path("missing")));
     EXPECT_THAT(run_program("export " + path("padded") + " " + path("padded_bytes")).output, HasSubstr("--tokenizer bytes"));
-    expect_refused("import " + path("padded_bytes") + " -o " + path("imported.h5"), "--tokenizer");
+    expect_refused("import " + path("padded_bytes") + " -o " + path("padded.h5"), "--tokenizer");
+    // What stands there stays, until told otherwise.
+    const std::string before = read_file(path("imported.h5"));
+    expect_refused("import " + path("bytes") + " --sequence-length 7 -o " + path("imported.h5"), "--overwrite");
+    EXPECT_TRUE(read_file(path("imported.h5")) == before);
+    EXPECT_EQ(run_program("import " + path("bytes") + " --sequence-length 7 --overwrite -o " + path("imported.h5")).exit_code, 0);
+    EXPECT_FALSE(read_file(path("imported.h5")) == before);
 }
 
 TEST_F(Robustness, EveryHelpNamesTheGlobalOptions) {
