@@ -197,6 +197,8 @@ std::optional<std::string> latest_complete(const std::string& folder) {
         const std::string path = checkpoint_path(folder, step);
         try {
             verify_checkpoint(path);
+            const std::int64_t held = read_checkpoint_header(path).step;
+            FENWICK_CHECK(held == step, "{} holds step {}", path, held);
             return path;
         } catch (const Error& error) {
             spdlog::warn("{}; trying the one before", error.what());

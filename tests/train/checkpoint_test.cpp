@@ -204,15 +204,24 @@ TEST_F(Checkpoint, AnotherModelIsNamed) {
 TEST_F(Checkpoint, NewestCompleteOneAndRotation) {
     EXPECT_EQ(latest_complete(folder.string()), std::nullopt);
     EXPECT_EQ(latest_complete((folder / "absent").string()), std::nullopt);
-    for (const std::int64_t step : {9, 10, 100}) save_checkpoint(checkpoint_path(folder.string(), step), header, optimizer(1));
+    const auto save = [&](std::int64_t named, std::int64_t step) {
+        CheckpointHeader own = header;
+        own.step = step;
+        save_checkpoint(checkpoint_path(folder.string(), named), own, optimizer(1));
+    };
+    for (const std::int64_t step : {9, 10, 100}) save(step, step);
     std::ofstream(folder / "step_x.h5") << "not one of ours";
     std::ofstream(folder / "step_200.h5.tmp") << "left over";
     EXPECT_EQ(checkpoint_steps(folder.string()), (std::vector<std::int64_t>{9, 10, 100}));
     EXPECT_EQ(latest_complete(folder.string()), checkpoint_path(folder.string(), 100));
     fs::resize_file(checkpoint_path(folder.string(), 100), 3000);
     EXPECT_EQ(latest_complete(folder.string()), checkpoint_path(folder.string(), 10));
+    // A checkpoint under another step's name is none of this run's.
+    save(300, 10);
+    EXPECT_EQ(latest_complete(folder.string()), checkpoint_path(folder.string(), 10));
+    fs::remove(checkpoint_path(folder.string(), 300));
     // The run was resumed from 10 and wrote 12: the damaged one of a later step goes, and counts for nothing.
-    save_checkpoint(checkpoint_path(folder.string(), 12), header, optimizer(1));
+    save(12, 12);
     rotate_checkpoints(folder.string(), 12, 2);
     EXPECT_EQ(checkpoint_steps(folder.string()), (std::vector<std::int64_t>{10, 12}));
     for (const std::int64_t keep : {std::int64_t{5}, std::int64_t{1} << 40, std::int64_t{1}}) {
